@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import lightning.pytorch as pl
@@ -1143,12 +1144,15 @@ def test_a_config_file_gives_strategies_their_options(
     config = {"trainer": {**QUIET, "accelerator": "cpu", "max_epochs": 1, "strategy": chosen}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.yaml"), "--trainer.devices", "1"])
-    cli = LightningCLI(Descending, Points, run=False, save_config_callback=None)
-    assert type(cli.trainer.strategy) is getattr(muster.lightning, strategy)
-    given = cli.config.trainer.strategy.init_args
-    assert {name: given[name] for name in options} == options
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    assert cli.trainer.global_step == 6
+    with mock.patch.dict(os.environ):  # Lightning leaves its meeting place there, and the group that it has made
+        cli = LightningCLI(Descending, Points, run=False, save_config_callback=None)
+        assert type(cli.trainer.strategy) is getattr(muster.lightning, strategy)
+        given = cli.config.trainer.strategy.init_args
+        assert {name: given[name] for name in options} == options
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        assert cli.trainer.global_step == 6
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 EXAMPLE = "examples/migrations/lightning_digits.py"

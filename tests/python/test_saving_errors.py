@@ -208,7 +208,7 @@ def test_a_thread_cannot_save_while_another_steps(tmp_path: Path) -> None:
         assert inside.wait(20)
         try:
             for call in (strategy.save, strategy.load):
-                with pytest.raises(muster.InvalidArgument, match="window is open"):
+                with pytest.raises(muster.InvalidArgument, match="another thread is in step"):
                     call(tmp_path)
         finally:
             go_on.set()
