@@ -273,7 +273,7 @@ std::shared_ptr<void> LoaderCore::begin() {
   auto& place = *s.place;
   s.num_loads = place.num_loads;
   if (std::exchange(place.running, false)) ++place.epoch;
-  // Until here the pass that fails to begin has not begun, and is what begins next.
+  // Where anything throws before the place says that it runs, the pass has not begun, and the next begin() begins it.
   if (s.is_dealt()) {
     s.dealt = s.host->deal(s.index, place.epoch, s.batches());
     s.progress->pass = s.dealt;

@@ -50,10 +50,12 @@ struct LoaderProgress {
   double usual_rows = 0;             ///< samples of a part of a full batch, on average
   std::shared_ptr<LoaderPass> pass;  ///< the last one, where servers deal its batches or live workers divide them
 
-  int64_t passes = 0;               ///< begun
-  int64_t left = 0;                 ///< the last pass whose loop is gone, counted from 1
-  int64_t yielded = 0;              ///< batches that loops got, over all passes; the latest one has this number
-  int64_t last_batch = 0;           ///< number of the last batch of the pass begun last, once it was yielded; else 0
+  int64_t passes = 0;   ///< begun
+  int64_t left = 0;     ///< the last pass whose loop is gone, counted from 1
+  int64_t yielded = 0;  ///< batches that loops got, over all passes; the latest one has this number
+  /// Number of the last batch of the pass begun last, once it was yielded; else 0. Loops that fetch ahead step it after
+  /// at_end has turned false.
+  int64_t last_batch = 0;
   int64_t clock = 0;                ///< when the latest batch was yielded, among those of all loaders
   int64_t clock_before = 0;         ///< likewise, the batch before it
   std::map<int, BatchCalls> calls;  ///< by set of optimizers
