@@ -26,6 +26,7 @@
 #include "cpp/catch.h"
 #include "cpp/checkpoint/texts.h"
 #include "muster/error.h"
+#include "support/child.h"
 #include "support/folder.h"
 #include "support/run_ranks.h"
 
@@ -629,22 +630,17 @@ TEST_CASE("a forked child waits for no writer of its parent", "[checkpoint]") {
   const testing::Folder folder;
   SnapshotWriter writer(folder.path, {});
   writer.write(numbered(1));
-  const pid_t child = ::fork();
-  if (child == 0) {
-    ::alarm(60);
+  const auto wait_and_write = [&] {
     writer.wait();
-    if (!writer.done()) ::_exit(1);
+    if (!writer.done()) return 1;
     try {
       writer.write(numbered(2));
     } catch (const CheckpointError&) {
-      ::_exit(0);
+      return 0;
     }
-    ::_exit(2);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  REQUIRE(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
+    return 2;
+  };
+  CHECK(testing::exit_code_of_child(wait_and_write) == 0);
   writer.wait();
   CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
 }
@@ -701,24 +697,20 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
   }
   SECTION("no thread") {
     fs::permissions(folder.path, fs::perms::all);
-    const pid_t child = ::fork();
-    if (child == 0) {
+    const auto write_without_threads = [&] {
       try {
         const struct rlimit none{};
-        if (::setrlimit(RLIMIT_NPROC, &none) != 0 || (::getuid() == 0 && ::setuid(65534) != 0)) ::_exit(2);
+        if (::setrlimit(RLIMIT_NPROC, &none) != 0 || (::getuid() == 0 && ::setuid(65534) != 0)) return 2;
         SnapshotWriter writer(folder.path, {});
         writer.write(numbered(1));
       } catch (const CheckpointError& error) {
-        ::_exit(std::string(error.what()).find(folder.path) == std::string::npos ? 3 : 0);
+        return std::string(error.what()).find(folder.path) == std::string::npos ? 3 : 0;
       } catch (...) {
-        ::_exit(4);
+        return 4;
       }
-      ::_exit(5);
-    }
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    REQUIRE(WIFEXITED(status));
-    CHECK(WEXITSTATUS(status) == 0);
+      return 5;
+    };
+    CHECK(testing::exit_code_of_child(write_without_threads) == 0);
   }
   SECTION("a tensor that cannot be stored") {
     SnapshotWriter writer(folder.path, {});

@@ -6,7 +6,6 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <sys/wait.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/data/datasets/base.h>
 #include <torch/data/example.h>
@@ -17,9 +16,6 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <csignal>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +28,7 @@
 #include "muster/mirrored.h"
 #include "muster/optim.h"
 #include "muster/strategy.h"
+#include "support/child.h"
 #include "support/run_ranks.h"
 
 using namespace muster;
@@ -50,20 +47,6 @@ std::shared_ptr<nn::LinearImpl> linear() {
     parameter.copy_(at::arange(parameter.numel(), at::kFloat).view(parameter.sizes()).cos());
   }
   return module;
-}
-
-// The exit code of a forked child that runs it; -1 where it does not end.
-int exit_code_of_child(const std::function<int()>& child) {
-  const pid_t pid = ::fork();
-  if (pid == 0) ::_exit(child());
-  for (int i = 0; i < 200; ++i) {
-    int status = 0;
-    if (::waitpid(pid, &status, WNOHANG) == pid) return WIFEXITED(status) ? WEXITSTATUS(status) : -2;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
-  ::kill(pid, SIGKILL);
-  ::waitpid(pid, nullptr, 0);
-  return -1;
 }
 
 }  // namespace
