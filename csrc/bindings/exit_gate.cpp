@@ -19,7 +19,7 @@ std::atomic<int> inside{0};
 thread_local int depth = 0;  // visits of this thread
 
 // Of its parent's threads a forked child has the one that forked.
-[[maybe_unused]] const int registered = ::pthread_atfork(nullptr, nullptr, [] { inside = depth; });
+[[maybe_unused]] const int kForkHandler = ::pthread_atfork(nullptr, nullptr, [] { inside = depth; });
 
 }  // namespace
 
