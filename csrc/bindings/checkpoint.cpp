@@ -2,6 +2,7 @@
 #include <pybind11/stl/filesystem.h>
 
 #include "bindings/bindings.h"
+#include "checkpoint/folder_claim.h"
 #include "checkpoint/snapshot.h"
 
 namespace muster {
@@ -15,6 +16,7 @@ void bind_checkpoint(py::module_& parent) {
       "write_snapshot",
       [](const std::filesystem::path& folder, checkpoint::NamedTensors tensors, checkpoint::Metadata metadata,
          std::optional<int> keep, uint64_t shard_bytes) {
+        const checkpoint::FolderClaim claim(folder);
         return checkpoint::write_snapshot(folder, {std::move(tensors), std::move(metadata)}, {keep, shard_bytes});
       },
       "folder"_a, "tensors"_a, "metadata"_a, "keep"_a = py::none(), "shard_bytes"_a = uint64_t{1} << 30, Release());

@@ -432,7 +432,7 @@ void JointSnapshot::start(const Metadata& metadata, Milliseconds patience) {
   } catch (const CheckpointError& error) {
     if (is_away && is_draft_own_) task.tell_failure(error.what());
     if (!is_draft_own_) fail_part(draft_, task.writer, error.what());
-    throw;
+    writer_.note_failure(std::current_exception());  // other ranks' calls return
   }
 }
 

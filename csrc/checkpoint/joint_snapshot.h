@@ -74,7 +74,7 @@ class JointSnapshot {
 
   /// Writes on the writer's thread, on the chief until the snapshot is there with `metadata`, which others' is not
   /// looked at. A rank that could not write is named in what the chief's writer throws, and so is one that died, or
-  /// from which nothing came for `patience`.
+  /// from which nothing came for `patience`. A thread that cannot be made is such a failure, too.
   void start(const Metadata& metadata, std::chrono::milliseconds patience);
 
   /// Removes what was begun, unless start() has been called. Idempotent.

@@ -171,14 +171,23 @@ int64_t JsonReader::read_integer() {
   return value;
 }
 
-std::variant<int64_t, double> JsonReader::read_number() {
+std::variant<int64_t, double, std::string> JsonReader::read_number() {
   const size_t first = position();
   const auto length = text_.substr(first).find_first_not_of("+-.eE0123456789");
   const auto digits = text_.substr(first, length);
-  if (digits.find_first_of(".eE") == std::string_view::npos) return read_integer();
+  const auto whole = digits.substr(digits.starts_with('-') ? 1 : 0);
+  if (digits.find_first_of(".eE") == std::string_view::npos) {
+    constexpr size_t kFits = 18;  // digits of any int64_t
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    const bool is_large = whole.size() > kFits && error == std::errc::result_out_of_range && whole[0] != '0' &&
+                          end == digits.data() + digits.size();
+    if (!is_large) return read_integer();
+    next_ += digits.size();
+    return std::string(digits);
+  }
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  const auto whole = digits.substr(digits.starts_with('-') ? 1 : 0);
   if (error != std::errc() || end != digits.data() + digits.size() || whole.starts_with('.') ||
       (whole.size() > 1 && whole[0] == '0' && whole[1] >= '0' && whole[1] <= '9')) {
     fail("expected a number that fits a double");

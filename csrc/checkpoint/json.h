@@ -28,8 +28,9 @@ class JsonReader {
   std::string read_string();
   /// A number without fraction and exponent that fits.
   int64_t read_integer();
-  /// An integer that fits 64 bits where the text has neither fraction nor exponent, else a double.
-  std::variant<int64_t, double> read_number();
+  /// An integer where the text has neither fraction nor exponent, else a double. The digits of an integer, with its
+  /// sign, that does not fit into 64 bits.
+  std::variant<int64_t, double, std::string> read_number();
   bool read_bool();
   void read_null();
   /// Nothing but white space may follow.

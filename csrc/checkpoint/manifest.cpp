@@ -15,7 +15,7 @@ namespace muster::checkpoint {
 
 namespace {
 
-// About a million tensors; a longer one was not written here.
+// About a million tensors. None is written that would not be read.
 constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 27;
 
 std::string hex_of(uint32_t value) {
@@ -274,7 +274,11 @@ std::string manifest_of(const Manifest& manifest, const std::optional<net::JobSe
   }
   text += "]}";
   const auto signature = secret ? "\"hmac\":\"" + signature_of(text, *secret, pieces) + "\"," : std::string();
-  return "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
+  text = "{\"crc32\":\"" + hex_of(crc32(text.data(), text.size())) + "\"," + signature + "\"manifest\":" + text + "}\n";
+  if (text.size() <= kMaxManifestBytes) return text;
+  throw CheckpointError("values other than tensors would make a manifest of " + std::to_string(text.size() >> 20) +
+                        " MiB, and at most " + std::to_string(kMaxManifestBytes >> 20) +
+                        " are read again; save long lists and texts as tensors");
 }
 
 std::string manifest_text(const std::filesystem::path& path) {

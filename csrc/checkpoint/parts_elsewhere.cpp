@@ -3,12 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <sstream>
 #include <utility>
 
 #include "core/first_line.h"
 #include "core/make_thread.h"
+#include "core/within.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -88,8 +90,19 @@ net::StorePtr client_for_thread(const net::StorePtr& store) {
   }
 }
 
-WordOfHost::WordOfHost(net::StorePtr store, std::string leader)
-    : store_(std::move(store)), leader_(std::move(leader)) {}
+WordOfHost::WordOfHost(net::StorePtr store, std::string leader, milliseconds patience)
+    : store_(std::move(store)), leader_(std::move(leader)), patience_(patience) {}
+
+template <class Call>
+void WordOfHost::in_time(Call call) const {
+  const auto told = [call = std::move(call)] {
+    call();
+    return true;
+  };
+  if (within<CheckpointError>(patience_, "tells the chief of a checkpoint's part", told)) return;
+  throw CheckpointError("the store that the job met in has not answered for " +
+                        std::to_string(patience_.count() / 1000) + " s: the chief, or its host, stands still");
+}
 
 void WordOfHost::tell(const std::string& what, const std::string& text) const {
   in_store(leader_, [&] { net::set_text(*store_, key(what), text); });
@@ -106,12 +119,18 @@ std::string WordOfHost::asked(const std::string& what) const {
 void WordOfHost::tell_progress(uint64_t bytes) const { tell(kProgress, std::to_string(bytes)); }
 
 void WordOfHost::tell_failure(const std::string& reason) const {
-  tell(kFailure, ("on host '" + host_name() + "', " + reason).substr(0, kMostBytes));
-  forget_where_given_up();
+  in_time([word = *this, text = ("on host '" + host_name() + "', " + reason).substr(0, kMostBytes)] {
+    word.tell(kFailure, text);
+    word.forget_where_given_up();
+  });
+}
+
+void WordOfHost::tell_parts(std::map<std::string, std::string> manifests) const {
+  in_time([word = *this, manifests = std::move(manifests)] { word.set_parts(manifests); });
 }
 
 // In values that every store takes; the list of them comes last.
-void WordOfHost::tell_parts(const std::map<std::string, std::string>& manifests) const {
+void WordOfHost::set_parts(const std::map<std::string, std::string>& manifests) const {
   std::string told = host_name();
   for (const auto& [writer, manifest] : manifests) {
     size_t pieces = 0;
@@ -144,8 +163,10 @@ AwaitedPart WordOfHost::awaited(const fs::path& draft, std::map<std::string, std
     return !told.empty();
   };
   const auto progress = [*this] {
-    const auto bytes = asked(kProgress);
-    return bytes.empty() ? uint64_t{0} : std::stoull(bytes);
+    uint64_t bytes = 0;
+    const auto text = asked(kProgress);
+    std::from_chars(text.data(), text.data() + text.size(), bytes);
+    return bytes;
   };
   return {.writer = leader_,
           .is_there = [is_there, paced = Paced<bool>()]() mutable { return paced.get(is_there); },

@@ -3,6 +3,7 @@
 // connections meanwhile.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <filesystem>
@@ -25,16 +26,19 @@ std::string host_name();
 net::StorePtr client_for_thread(const net::StorePtr& store);
 
 /// What the writer that leads a host says of the parts there; nobody else in the store has its name. A value. Its
-/// functions throw CheckpointError where the store is gone.
+/// functions throw CheckpointError where the store is gone, and where it does not answer who tells of parts, or of a
+/// failure, within `patience`: that of a host that stands still never does.
 class WordOfHost {
  public:
-  WordOfHost(net::StorePtr store, std::string leader);
+  static constexpr std::chrono::milliseconds kPatience{30'000};
+
+  WordOfHost(net::StorePtr store, std::string leader, std::chrono::milliseconds patience = kPatience);
 
   /// The bytes that the host's writers have written.
   void tell_progress(uint64_t bytes) const;
   /// That the parts of which these are the manifests, by writer, are on this host's disk, in the place that they have
   /// in the snapshot. Takes that back where the chief has given up.
-  void tell_parts(const std::map<std::string, std::string>& manifests) const;
+  void tell_parts(std::map<std::string, std::string> manifests) const;
   /// Why there will be none. Likewise.
   void tell_failure(const std::string& reason) const;
 
@@ -51,11 +55,15 @@ class WordOfHost {
   void tell(const std::string& what, const std::string& text) const;
   std::string asked(const std::string& what) const;  // empty where nothing was told
   void forget_where_given_up() const;
+  void set_parts(const std::map<std::string, std::string>& manifests) const;
+  template <class Call>
+  void in_time(Call call) const;
   void take(const std::string& told, const std::filesystem::path& draft,
             std::map<std::string, std::string>& hosts) const;
 
   net::StorePtr store_;
   std::string leader_;
+  std::chrono::milliseconds patience_;
 };
 
 /// Tells a host's progress while it lives, on a thread of its own: what `bytes` gives. Throws CheckpointError where no

@@ -24,6 +24,7 @@ std::string SavedValue::kind() const {
     if constexpr (std::is_same_v<T, at::Tensor>) return "a tensor";
     if constexpr (std::is_same_v<T, List>) return "a list";
     if constexpr (std::is_same_v<T, Dict>) return "a dict";
+    if constexpr (std::is_same_v<T, LargeInteger>) return "an integer of more than 64 bits";
     if constexpr (std::is_same_v<T, Tuple>) return "a tuple";
     return "a dict by integers";
   });
@@ -45,11 +46,31 @@ std::string fraction_of(double value) {
   return text;
 }
 
+// Counts how deep values lie in one another while it lives; `refuse` throws where that is too deep.
+class Deeper {
+ public:
+  template <class Refuse>
+  Deeper(int& depth, const Refuse& refuse) : depth_(depth) {
+    if (depth >= kMaxDepth) refuse();
+    ++depth_;
+  }
+  ~Deeper() { --depth_; }
+  Deeper(const Deeper&) = delete;
+  Deeper& operator=(const Deeper&) = delete;
+
+ private:
+  int& depth_;
+};
+
 class Encoder {
  public:
   explicit Encoder(bool in_place) : in_place_(in_place) {}
 
   std::string write(const SavedValue& value, const std::string& path) {
+    const Deeper deeper(depth_, [&] {
+      throw InvalidArgument("'" + path.substr(0, 80) + "...' lies too deep for a checkpoint; save at most " +
+                            std::to_string(kMaxDepth) + " values in one another");
+    });
     return value.visit([&](const auto& held) { return text_of(held, path); });
   }
 
@@ -64,6 +85,7 @@ class Encoder {
     return std::string(R"({"float":")") + (std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf") + "\"}";
   }
   static std::string text_of(const std::string& value, const std::string&) { return json_string(value); }
+  static std::string text_of(const SavedValue::LargeInteger& value, const std::string&) { return value.digits; }
 
   std::string text_of(const at::Tensor& tensor, const std::string& path) {
     std::string name = path;
@@ -120,6 +142,7 @@ class Encoder {
 
   const bool in_place_;
   NamedTensors tensors_;
+  int depth_ = 0;
 };
 
 class Decoder {
@@ -135,19 +158,8 @@ class Decoder {
   }
 
  private:
-  // Keeps count of how deep values lie in one another.
-  struct Deeper {
-    explicit Deeper(Decoder& of) : decoder(of) {
-      if (++decoder.depth_ > kMaxDepth) decoder.json_.fail("values that lie too deep in one another");
-    }
-    ~Deeper() { --decoder.depth_; }
-    Deeper(const Deeper&) = delete;
-    Deeper& operator=(const Deeper&) = delete;
-    Decoder& decoder;
-  };
-
   SavedValue read() {
-    const Deeper deeper(*this);
+    const Deeper deeper(depth_, [&] { json_.fail("values that lie too deep in one another"); });
     switch (json_.kind()) {
       case JsonKind::object:
         return read_object();
@@ -163,8 +175,9 @@ class Decoder {
       case JsonKind::number:
         break;
     }
-    const auto number = json_.read_number();
+    auto number = json_.read_number();
     if (const auto* integer = std::get_if<int64_t>(&number)) return *integer;
+    if (auto* digits = std::get_if<std::string>(&number)) return SavedValue::LargeInteger{std::move(*digits)};
     return std::get<double>(number);
   }
 

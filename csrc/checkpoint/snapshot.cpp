@@ -246,19 +246,24 @@ CheckedSnapshot check_snapshot(const fs::path& folder) {
 }
 
 bool read_newest_snapshot(const fs::path& folder, const std::function<void(SnapshotReader&)>& read, Memory memory) {
-  const auto found = snapshots_found_in(folder);
-  for (auto it = found.rbegin(); it != found.rend(); ++it) {
-    try {
-      SnapshotReader reader(it->second, net::job_secret(), memory);
-      read(reader);
-      return true;
-    } catch (const CheckpointError& error) {
-      note_good(it->second, false);
-      log(LogLevel::warning, "snapshot '" + it->second.string() + "' is passed over: " + error.what());
+  auto found = snapshots_found_in(folder);
+  while (!found.empty()) {
+    for (auto it = found.rbegin(); it != found.rend(); ++it) {
+      try {
+        SnapshotReader reader(it->second, net::job_secret(), memory);
+        read(reader);
+        return true;
+      } catch (const CheckpointError& error) {
+        note_good(it->second, false);
+        log(LogLevel::warning, "snapshot '" + it->second.string() + "' is passed over: " + error.what());
+      }
     }
+    // A job that goes on may have written others meanwhile, and removed these.
+    auto later = snapshots_found_in(folder);
+    if (later.empty() || later.rbegin()->first <= found.rbegin()->first) fail_without_good(folder);
+    found = std::move(later);
   }
-  if (found.empty()) return false;
-  fail_without_good(folder);
+  return false;
 }
 
 std::vector<SnapshotInfo> list_snapshots(const fs::path& folder) {

@@ -105,6 +105,11 @@ void SnapshotWriter::begin(std::function<std::filesystem::path()> write) {
   }
 }
 
+void SnapshotWriter::note_failure(std::exception_ptr error) noexcept {
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+}
+
 bool SnapshotWriter::done() const {
   if (::getpid() != made_by_) return true;
   const std::lock_guard lock(mutex_);

@@ -56,6 +56,9 @@ class SnapshotWriter {
   /// not empty, and what it throws is thrown as by write(). Throws CheckpointError where no thread can be made.
   void begin(std::function<std::filesystem::path()> write);
 
+  /// The next wait() or write() throws this, as if it had gone wrong with what was begun.
+  void note_failure(std::exception_ptr error) noexcept;
+
   /// Whether everything that was begun is on the disk, or failed; true in a fork, where nobody writes. Does not block.
   /// Thread-safe.
   bool done() const;

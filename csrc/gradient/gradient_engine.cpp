@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/plain_memory.h"
 #include "core/replica_context.h"
+#include "core/sparse_rows.h"
 #include "gradient/host_pack.h"
 #include "gradient/post_hook.h"
 #include "gradient/sparse_sum.h"
@@ -239,7 +239,7 @@ void GradientEngine::take_sparse(size_t p) {
   if (drops()) return;
   auto& state = states_[p];
   state.sparse_used = true;
-  state.sparse = add_sparse(state.sparse, taken.is_sparse() ? taken : in_plain_memory(taken).to_sparse(1), factor());
+  state.sparse = add_sparse(state.sparse, by_rows(taken), factor());
 }
 
 // 0-dim, where the parameters are; undefined for 1.

@@ -13,7 +13,7 @@ namespace muster {
 at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& factor);
 
 /// Collective. The coalesced sum over ranks of `local` (coalesced, or undefined where the rank has no rows), equal in
-/// bits on every rank. `parameter` gives the sizes. Gradients have one sparse dimension, as those of torch.nn do.
+/// bits on every rank. `parameter` gives the sizes. Gradients are as of by_rows().
 at::Tensor sum_sparse_over_ranks(comm::Communicator& communicator, const at::Tensor& local,
                                  const at::Tensor& parameter);
 

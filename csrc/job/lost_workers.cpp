@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <future>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -19,6 +18,7 @@
 #include "core/first_line.h"
 #include "core/log.h"
 #include "core/make_thread.h"
+#include "core/within.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -245,7 +245,7 @@ class LostInStore final : public comm::LostWorkers {
       if (!told_) told_ = lost;
     }
     if (!signs_->store_answers()) return;
-    within(kPatienceToTell, [store = store_, text = std::to_string(lost.rank()) + " " + lost.what()] {
+    asked(kPatienceToTell, [store = store_, text = std::to_string(lost.rank()) + " " + lost.what()] {
       store->compareSet(kLost, std::vector<uint8_t>(), std::vector<uint8_t>(text.begin(), text.end()));
       return std::optional<PeerLost>();
     });
@@ -262,7 +262,7 @@ class LostInStore final : public comm::LostWorkers {
     if (!signs_->store_answers()) return std::nullopt;
     const auto asking = std::make_shared<Asking>(is_asking_);
     if (asking->had_begun && patience.count() == 0) return std::nullopt;  // it will be asked again
-    return within(patience, [store = store_, asking, deadline = Clock::now() + patience] {
+    return asked(patience, [store = store_, asking, deadline = Clock::now() + patience] {
       while (!store->check({kLost})) {
         if (Clock::now() >= deadline) return std::optional<PeerLost>();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -276,18 +276,10 @@ class LostInStore final : public comm::LostWorkers {
 
  private:
   template <class F>
-  std::optional<PeerLost> within(Milliseconds patience, F call) noexcept {
+  std::optional<PeerLost> asked(Milliseconds patience, F call) noexcept {
     try {
-      std::promise<std::optional<PeerLost>> answer;
-      auto given = answer.get_future();
-      std::thread([answer = std::move(answer), call = std::move(call)]() mutable {
-        try {
-          answer.set_value(call());
-        } catch (...) {
-          answer.set_exception(std::current_exception());
-        }
-      }).detach();
-      if (given.wait_for(patience + kPatienceToTell) == std::future_status::ready) return given.get();
+      return within(patience + kPatienceToTell, "asks the store of other hosts", std::move(call))
+          .value_or(std::nullopt);
     } catch (const std::exception& error) {
       log(LogLevel::info, "other hosts cannot be told of lost workers: " + first_line(error));
     }

@@ -85,10 +85,12 @@ class UnixChannel final : public Channel {
         iovec_of(bytes), {const_cast<char*>(message.data()), message.size()}, iovec_of(payload)};
     iovec* left = pieces.data();
     size_t count = pieces.size();
+    begin_frame();
     const auto deadline = std::chrono::steady_clock::now() + patience;
     while (!write_some(left, count, -1)) {
       if (!poll_for(fd_.get(), POLLOUT, deadline)) break;
     }
+    is_in_frame_ = count > 0;
     unsent_.clear();
     for (; count > 1; ++left, --count) unsent_.append(static_cast<const char*>(left->iov_base), left->iov_len);
     return count == 0 ? Bytes() : Bytes(static_cast<const std::byte*>(left->iov_base), left->iov_len);
@@ -96,6 +98,7 @@ class UnixChannel final : public Channel {
 
   void end_send(Bytes rest, Deadline deadline) override {
     std::array<iovec, 2> pieces{iovec{unsent_.data(), unsent_.size()}, iovec_of(rest)};
+    is_in_frame_ = false;
     write(pieces.data(), pieces.size(), -1, deadline);
     unsent_.clear();
   }
@@ -169,9 +172,16 @@ class UnixChannel final : public Channel {
     return header;
   }
 
+  // Until all of it is sent nothing else can be.
+  void begin_frame() {
+    if (is_in_frame_) fail("a connection ended in the middle of a frame");
+    is_in_frame_ = true;
+  }
+
   static iovec iovec_of(Bytes bytes) noexcept { return {const_cast<std::byte*>(bytes.data()), bytes.size()}; }
 
   void write(iovec* pieces, size_t count, int descriptor, Deadline deadline) {
+    begin_frame();
     while (!write_some(pieces, count, descriptor)) {
       const auto slice = std::min(deadline, std::chrono::steady_clock::now() + kWriteSlice);
       if (!poll_for(fd_.get(), POLLOUT, slice)) {
@@ -180,6 +190,7 @@ class UnixChannel final : public Channel {
       }
       descriptor = -1;
     }
+    is_in_frame_ = false;
   }
 
   // Sends what the socket accepts now and advances `pieces` past it; returns whether all was sent.
@@ -290,7 +301,10 @@ class UnixChannel final : public Channel {
         }
       }
     }
-    if (num_refused > 0 || (header.msg_flags & MSG_CTRUNC) != 0) fail("file descriptors came that nobody asked for");
+    if (num_refused > 0) fail("file descriptors came that nobody asked for");
+    if ((header.msg_flags & MSG_CTRUNC) != 0) {
+      fail("a file descriptor could not be received; this process may have too many files open (ulimit -n)");
+    }
   }
 
   void accept_memory(const FrameHeader& header) {
@@ -336,8 +350,9 @@ class UnixChannel final : public Channel {
   const FileDescriptor fd_;
   const std::shared_ptr<Arena> own_;
   bool awaits_attach_;
-  FileDescriptor offered_;  // with the attach frame
-  std::string unsent_;      // by begin_send, ahead of its payload's rest
+  FileDescriptor offered_;    // with the attach frame
+  std::string unsent_;        // by begin_send, ahead of its payload's rest
+  bool is_in_frame_ = false;  // of which not all was sent
   std::shared_ptr<const Mapping> theirs_;
   std::vector<std::byte> buffer_;
   size_t begin_ = 0;  // of what is in it

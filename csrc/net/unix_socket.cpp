@@ -80,7 +80,8 @@ void UnixSocket::send(const std::string& bytes, const std::vector<int>& descript
   }
   while (::sendmsg(fd_.get(), &header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) fail_at_socket("a worker of this host is gone");
+    if (errno == EPIPE || errno == ECONNRESET) throw PeerGone("a worker of this host is gone; look at its log");
+    if (errno != EAGAIN && errno != EWOULDBLOCK) fail_at_socket("a worker of this host cannot be sent a message");
     if (std::chrono::steady_clock::now() >= deadline)
       throw Timeout("a worker of this host does not read its messages; look at its log");
     pollfd wait{fd_.get(), POLLOUT, 0};

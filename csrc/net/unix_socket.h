@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "muster/error.h"
+
 namespace muster::net {
 
 using Deadline = std::chrono::steady_clock::time_point;
@@ -46,6 +48,12 @@ struct PeerCredentials {
   uid_t uid = 0;
 };
 
+/// The other end of a socket is gone.
+class PeerGone : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 /// A connected socket. Externally synchronised per direction. Calls throw CommError where the system refuses.
 class UnixSocket {
  public:
@@ -60,8 +68,7 @@ class UnixSocket {
 
   PeerCredentials credentials() const;
 
-  /// Sends one message of at most kMaxBytes and kMaxDescriptors. Throws Timeout at the deadline, CommError when the
-  /// peer is gone.
+  /// Sends one message of at most kMaxBytes and kMaxDescriptors. Throws Timeout at the deadline, PeerGone.
   void send(const std::string& bytes, const std::vector<int>& descriptors, Deadline deadline) const;
 
   enum class Status { message, nothing, end };

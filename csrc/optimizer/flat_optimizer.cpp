@@ -6,6 +6,7 @@
 
 #include "core/flat_layout.h"
 #include "core/plain_memory.h"
+#include "core/sparse_rows.h"
 #include "device/device.h"
 #include "device/kernel_status.h"
 #include "muster/error.h"
@@ -217,7 +218,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     if (!is_streamed()) state_.leave_common(p);  // other processes' memory; devices' is this one's alone
     const auto wide = in_plain_memory(gradient.to(accumulation_dtype(entry.dtype)));
     if (wide.is_sparse()) {
-      gradients[p].sparse = wide.coalesce();
+      gradients[p].sparse = by_rows(wide).coalesce();
     } else if (entry.is_dense ? wide.strides() == entry.parameter.tensor.strides() : wide.is_contiguous()) {
       gradients[p].dense = wide;
     } else {

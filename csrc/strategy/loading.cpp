@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <charconv>
+#include <functional>
 #include <mutex>
 #include <utility>
 
@@ -75,25 +76,33 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   if (!joins) found = broadcast(std::move(found));
   if (!found) return std::nullopt;
   const auto place = (checkpoint::asked_snapshot(folder).folder / found->name).string();
-  try {
-    auto saved = checkpoint::decode_tree(found->tree, place).get<Dict>();
-    if (!joins) {  // else it has them from the servers, later ones
-      tables_.place(saved);
-      check(saved);
-      take(saved);
-    }
-    SavedState state;
+  const auto together_of_place = [&](const std::function<void()>& act) {
+    together("load", joins, [&] {
+      try {
+        act();
+      } catch (const LayoutMismatch& problem) {
+        throw LayoutMismatch("'" + place + "': " + problem.what());
+      } catch (const InvalidArgument& problem) {
+        throw CheckpointError("'" + place + "' is no checkpoint of a strategy (" + problem.what() +
+                              "); load another one");
+      }
+    });
+  };
+  Dict saved;
+  SavedState state;
+  together_of_place([&] {
+    saved = checkpoint::decode_tree(found->tree, place).get<Dict>();
     const auto* const named = part_of(saved, "state");
     for (const auto& [name, value] : named == nullptr ? Dict() : named->get<Dict>()) {
       const auto& held = value.get<Dict>();
       if (held.size() == 1) state.emplace(name, held.begin()->second);  // of an object of Python's, its state_dict
     }
-    return state;
-  } catch (const LayoutMismatch& problem) {
-    throw LayoutMismatch("'" + place + "': " + problem.what());
-  } catch (const InvalidArgument& problem) {
-    throw CheckpointError("'" + place + "' is no checkpoint of a strategy (" + problem.what() + "); load another one");
-  }
+    if (joins) return;  // it has the rest from the servers, a later one
+    tables_.place(saved);
+    check(saved);
+  });
+  if (!joins) together_of_place([&] { take(saved); });
+  return state;
 }
 
 std::optional<KeptMetric> Saving::kept_metric(const fs::path& folder) {

@@ -18,10 +18,10 @@ void ServerOptions::validate() const {
                           ": it counts bytes; leave it out for the default");
   }
   const auto check_seconds = [](const char* name, double seconds) {
-    constexpr double kLeast = 1e-3;  // servers count milliseconds
+    constexpr double kLeast = 1e-2;  // of a server's plan
     constexpr double kDay = 86'400;
     if (seconds >= kLeast && seconds <= kDay) return;
-    throw InvalidArgument(std::string(name) + "=" + std::to_string(seconds) + ": it counts seconds, from 0.001 up to " +
+    throw InvalidArgument(std::string(name) + "=" + std::to_string(seconds) + ": it counts seconds, from 0.01 up to " +
                           std::to_string(static_cast<int>(kDay)));
   };
   check_seconds("patience", patience);

@@ -12,6 +12,7 @@ namespace {
 // What texts begin with that workers tell each other.
 constexpr char kDone = '=';
 constexpr char kFailed = '!';
+constexpr char kDiffers = '#';  // a LayoutMismatch
 
 }  // namespace
 
@@ -23,7 +24,8 @@ std::vector<std::string> told_by_all(comm::Communicator& workers, const char* wh
     mine = act();
     mine.insert(mine.begin(), kDone);
   } catch (const std::exception& problem) {
-    mine = std::string(1, kFailed) + problem.what();
+    const bool differs = dynamic_cast<const LayoutMismatch*>(&problem) != nullptr;
+    mine = std::string(1, differs ? kDiffers : kFailed) + problem.what();
     raised = std::current_exception();
   }
   std::vector<std::string> told;
@@ -34,10 +36,12 @@ std::vector<std::string> told_by_all(comm::Communicator& workers, const char* wh
   }
   if (raised) std::rethrow_exception(raised);
   for (size_t rank = 0; rank < told.size(); ++rank) {
-    const bool has_failed = told[rank].starts_with(kFailed);
+    const char kind = told[rank].empty() ? kFailed : told[rank].front();
     told[rank].erase(0, 1);
-    if (!has_failed) continue;
-    throw CheckpointError(std::string(what) + "() failed on rank " + std::to_string(rank) + ": " + told[rank]);
+    if (kind == kDone) continue;
+    const auto text = std::string(what) + "() failed on rank " + std::to_string(rank) + ": " + told[rank];
+    if (kind == kDiffers) throw LayoutMismatch(text);
+    throw CheckpointError(text);
   }
   return told;
 }

@@ -10,7 +10,7 @@
 namespace muster {
 
 /// What `act` gives on all workers, by rank; each calls it in its call of `what`. Where it throws on any, all throw:
-/// the own error, or a CheckpointError naming the other rank. Collective.
+/// the own error, or a CheckpointError, or LayoutMismatch where that was one, naming the other rank. Collective.
 std::vector<std::string> told_by_all(comm::Communicator& workers, const char* what,
                                      const std::function<std::string()>& act);
 

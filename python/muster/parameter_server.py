@@ -18,7 +18,7 @@ from muster.strategy import Strategy
 __all__ = ["ParameterServerStrategy"]
 
 _COUNT: Requirement = (or_none(is_count), "an int >= 0, or None")
-_SECONDS: Requirement = (is_real, "a number of seconds from 0.001 to 86400")
+_SECONDS: Requirement = (is_real, "a number of seconds from 0.01 to 86400")
 _REQUIREMENTS: dict[str, Requirement] = {
     "staleness": _COUNT,
     "log_bytes": _COUNT,

@@ -226,12 +226,13 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
     died: PeerLost | None = None
     has_begun = asked_to_end = False
     while (code := agent.poll()) is None:
-        if not asked_to_end:
-            listening: list[bool] = []
+        listening: list[bool] = []
+        if died is None:  # workers that end save before
             try:
                 listening = [server.listens() for server in servers]
             except PeerLost as error:
                 died = error
+        if not asked_to_end:
             if asked_to_end := bool(signals) or died is not None:
                 number = signals[0] if signals else signal.SIGTERM
                 agent.send_signal(number if has_begun else signal.SIGKILL)  # it has no workers yet
@@ -243,8 +244,10 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
     os.close(tell)
     if asked_to_end or code < 0:
         _end_orphans({server.pid for server in servers})
-    if died is not None:
+    if died is not None and not signals:
         raise died
+    if died is not None:
+        _say(str(died))
     if asked_to_end and not has_begun:
         return 128 + signals[0]
     if code < 0:
@@ -290,7 +293,7 @@ def _children() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():  # the name may be cut anywhere
                 found.add(int(stat.parent.name))
     return found
 

@@ -22,6 +22,12 @@ _T = TypeVar("_T")
 _MAX_DEPTH = 200
 """Of values in one another: what C++ reads, too."""
 
+_KEY_BITS = 64
+"""Of integers as keys, sign included: what C++ reads, too."""
+
+_MAX_BITS = 10_000
+"""Of integers. Python reads 4300 digits, and no more, unless it was told otherwise."""
+
 
 def encode(value: object) -> tuple[str, dict[str, Tensor]]:
     """The document of a value, and its tensors, on the CPU and not copied where they are there already.
@@ -69,15 +75,16 @@ def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run], de
         name = path
         while name in tensors:  # a key with a slash
             name += "'"
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgument(f"{name!r} is no text that a file can have as a name; give the key another") from None
         tensors[name] = value.detach() if isinstance(value, Tensor) else value
         return {"tensor": name}
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        _check_is_utf8(value, f"'{path}'")
         return value
     if isinstance(value, int):
+        if value.bit_length() > _MAX_BITS:
+            raise InvalidArgument(f"'{path}' is an integer of {value.bit_length()} bits; save it as text, hex() of it")
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
@@ -88,6 +95,10 @@ def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run], de
         for key in value:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise InvalidArgument(f"'{path}' has the key {key!r}; a checkpoint takes strings and integers as keys")
+            if isinstance(key, str):
+                _check_is_utf8(key, f"a key of '{path}'")
+            elif key.bit_length() >= _KEY_BITS:
+                raise InvalidArgument(f"'{path}' has the key {key}; a checkpoint takes integers of 64 bits as keys")
         items = [
             [key, _described(item, f"{path}/{key}" if path else str(key), tensors, depth + 1)]
             for key, item in value.items()
@@ -99,6 +110,13 @@ def _described(value: object, path: str, tensors: dict[str, Tensor | _C.Run], de
         f"'{path}' is a {type(value).__name__}, which a checkpoint does not hold; give objects that have state_dict() "
         "and load_state_dict(), tensors, numbers, strings, or tuples, lists and dicts of them"
     )
+
+
+def _check_is_utf8(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # of the name of a file, say, as os.fsdecode() gives it
+        raise InvalidArgument(f"{what} is {text!r}, which is no UTF-8; save repr() of it") from None
 
 
 def _built(node: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -29,6 +29,7 @@ from muster.precision import LossScaler, autocast
 from muster.preparing import Preparation
 from muster.replica_threads import ReplicaThreads, warn_of_one_lock
 from muster.replicated import Replicated
+from muster.saved_content import SavedContent
 from muster.saving import Saving
 from muster.several_hosts import SeveralHosts
 from muster.step import StepResult
@@ -60,7 +61,8 @@ class Strategy:
         self._preparation = Preparation(core, options, this, host, by_hand, self._collectives, self._passes, leaf_types)
         self._threads = ReplicaThreads(core)
         self._stepping = Stepping(core, options, host, self._preparation, self._passes, self._threads, by_hand)
-        self._saving = Saving(core, options, host, self._preparation, self._stepping, self._collectives)
+        content = SavedContent(core, options, host, self._preparation, self._stepping, self._collectives)
+        self._saving = Saving(core, options, host, self._preparation, self._collectives, content)
         core.on_leaving(lambda: None if (strategy := this()) is None else strategy._leave())
         weakref.finalize(self, self._threads.end, os.getpid())
         weakref.finalize(self, self._saving.writing.end)

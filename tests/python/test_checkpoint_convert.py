@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,19 @@ def test_a_job_goes_on_from_converted_files_as_plain_torch_does(tmp_path: Path) 
         user.step()
         for name, value in job.module.state_dict().items():
             torch.testing.assert_close(value, module.state_dict()[name])
+
+
+def test_a_folder_that_a_job_writes_is_left_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "all.pt"
+    torch.save({"model": build().state_dict()}, file)
+    with mirrored() as strategy:
+        folder = Path(f"{file}.converted")
+        Job(strategy)
+        strategy.save(folder)
+        strategy._saving.writing.finish()
+        shutil.rmtree(folder / "snapshot-0000000001")  # as if it were the first one, on its way
+        with pytest.raises(muster.CheckpointError, match="another process uses the folder"):
+            convert(file)
 
 
 def test_names_are_known_where_the_file_says_them(tmp_path: Path) -> None:

@@ -349,6 +349,56 @@ def test_a_weight_may_get_sparse_and_dense_gradients(job: Launcher) -> None:
         np.testing.assert_allclose(weight, model.embedding.weight.detach().numpy(), rtol=1e-9)
 
 
+class Gathered(nn.Module):
+    """Gradients with two sparse dimensions, of a part of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return torch.gather(self.table, 0, places, sparse_grad=True).square().sum(1).mean()
+
+
+PLACES = [[[0, 1, 2], [0, 5, 2], [3, 3, 3]], [[1, 1, 4], [0, 0, 0]], [[5, 4, 3]]]
+
+
+def train_gathered(strategy: muster.Strategy, kind: Any, by_hand: bool) -> Any:
+    module = Gathered()
+    model, optimizer = strategy.prepare(module, kind(module.parameters(), lr=0.1))
+    for places in PLACES:
+        if by_hand:
+            optimizer.zero_grad()
+            model(torch.tensor(places)).backward()
+            optimizer.step()
+        else:
+            strategy.step(model, part_of(strategy, torch.tensor(places)))
+    return module.table.detach()
+
+
+def gathered_alone(kind: Any) -> np.ndarray:
+    model = Gathered()
+    optimizer = kind(model.parameters(), lr=0.1)
+    for places in PLACES:
+        optimizer.zero_grad()
+        model(torch.tensor(places)).backward()
+        optimizer.step()
+    return model.table.detach().numpy()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_gradients_of_several_sparse_dimensions(job: Launcher, kind: Any) -> None:
+    for table in job(train_gathered, kind, False):
+        np.testing.assert_allclose(table, gathered_alone(kind), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_such_gradients_are_stepped_by_hand(kind: Any) -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        np.testing.assert_array_equal(train_gathered(strategy, kind, True).numpy(), gathered_alone(kind))
+
+
 # --- compiled ---------------------------------------------------------------------------------------------------------
 def train_compiled(strategy: muster.Strategy, backend: str, in_place: bool) -> Any:
     torch._dynamo.reset()

@@ -335,6 +335,16 @@ def test_learning_works_with_any_staleness(staleness: int | None) -> None:
         assert losses[-1] < 0.3 < losses[0]
 
 
+def test_a_step_of_more_rows_than_the_log_has_room_for_is_made(tmp_path: Path) -> None:
+    servers = Servers(1, tmp_path)
+    module = muster.ShardedEmbedding(100_000, 64, mode="sum", seed=1, on_servers=True)
+    with on_servers(servers.addresses, log_bytes=4 << 20, timeout=10.0, threads_per_replica=1) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.Adagrad(module.parameters(), lr=0.1))
+        for rows in (100, 100, 100, 100, 20_000, 100):
+            ids = torch.arange(rows).view(-1, 1)
+            assert strategy.step(lambda ids: model(ids).square().mean(), ids).stepped
+
+
 def test_what_servers_cannot_do_is_refused() -> None:
     plain = nn.Sequential(nn.EmbeddingBag(50, 4, mode="sum", sparse=True), nn.Linear(4, 1))
     with alone() as strategy, pytest.raises(muster.InvalidArgument, match="ShardedEmbedding alone"):

@@ -50,10 +50,14 @@ from pathlib import Path
 def finish(*_):
     if "MUSTER_SERVERS" not in os.environ:
         sys.exit()
+    (folder / f"{rank}.ends").touch()
     time.sleep(1)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect("\\0muster-server-" + os.environ["MUSTER_SERVERS"].partition(":")[2])
-        (folder / f"{rank}.finished").touch()
+    for _ in range(200 if "late" in sys.argv else 1):
+        with socket.socket(socket.AF_UNIX) as server:
+            if server.connect_ex("\\0muster-server-" + os.environ["MUSTER_SERVERS"].partition(":")[2]) == 0:
+                (folder / f"{rank}.finished").touch()
+                break
+        time.sleep(0.1)
     sys.exit()
 
 signal.signal(signal.SIGTERM, finish)
@@ -179,6 +183,30 @@ def test_nothing_outlives_a_job(number: int, victim: str, sleeps: Path, tmp_path
     else:
         assert returncode == 128 + number
         assert "torchrun's agent died (signal 9, Killed)" in err
+
+
+def test_a_server_is_started_again_for_workers_that_end(sleeps: Path, tmp_path: Path) -> None:
+    with Command("run", "--snapshots", tmp_path / "snapshots", sleeps, tmp_path, "late") as job:
+        wait_until((tmp_path / "0.sleeps").exists, "the worker runs")
+        os.kill(job.process.pid, signal.SIGTERM)
+        wait_until((tmp_path / "0.ends").exists, "the worker ends")
+        [server] = job.processes("muster serve")
+        os.kill(server, signal.SIGKILL)
+        returncode, _, err = job.end()
+    assert (tmp_path / "0.finished").exists()
+    assert "it is started again from" in err
+    assert returncode == 128 + signal.SIGTERM
+
+
+def test_children_of_any_name_are_found() -> None:
+    name = b"\xff) 1 2"
+    program = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); print(flush=True); input()"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        assert process.pid in importlib.import_module("muster.run")._children()
+        process.kill()
 
 
 def test_a_server_with_snapshots_is_started_again(steps: Path, tmp_path: Path) -> None:

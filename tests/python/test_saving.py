@@ -729,6 +729,11 @@ def test_values_that_no_file_holds_are_named(tmp_path: Path) -> None:
             strategy.save(tmp_path, deep=deep)
         with pytest.raises(muster.InvalidArgument, match="'state/x/value/w' is a tensor on the device meta"):
             strategy.save(tmp_path, x={"w": torch.empty(2, device="meta")})
+        for name in (b"\xff".decode(errors="surrogateescape"), {b"\xff".decode(errors="surrogateescape"): 1}):
+            with pytest.raises(muster.InvalidArgument, match=r"'state/name/value' is .*no UTF-8"):
+                strategy.save(tmp_path, name=name)
+        with pytest.raises(muster.InvalidArgument, match="'state/large/value' is an integer of 20001 bits"):
+            strategy.save(tmp_path, large=2**20_000)
         for _ in range(60):
             deep = deep[0]
         strategy.save(tmp_path, deep=deep)

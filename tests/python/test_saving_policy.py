@@ -208,7 +208,9 @@ def test_steps_and_a_time_together(tmp_path: Path) -> None:
 
 
 # --- the best ---------------------------------------------------------------------------------------------------------
-def bests(strategy: muster.Strategy, folder: Path, mode: Any, metrics: list[Any], keep: int) -> list[Any]:
+def bests(
+    strategy: muster.Strategy, folder: Path, mode: Any, metrics: list[Any], keep: int, **values: Any
+) -> list[Any]:
     loop = Loop(strategy)
     checkpoints = muster.Checkpoints(strategy, folder, every=1, keep=1, mode=mode, best_keep=keep)
     checkpoints.load()
@@ -216,7 +218,7 @@ def bests(strategy: muster.Strategy, folder: Path, mode: Any, metrics: list[Any]
     for metric in metrics:
         checkpoints.after_step(loop.step())
         own = metric if strategy.is_chief else 0.0  # the chief's decides
-        found.append(checkpoints.best(own, epoch=strategy.steps))
+        found.append(checkpoints.best(own, epoch=strategy.steps, **values))
     kept = steps_in(strategy, folder / "best")
     return [found, kept, strategy.load(folder / "best"), strategy.steps]
 
@@ -229,6 +231,16 @@ def test_the_best_is_kept_and_known_to_the_next_job(either: Launcher, tmp_path: 
     for found, kept, state, _ in either(bests, tmp_path, "min", [0.3, -math.inf, 0.1], 1):
         assert found == [False, True, False] and kept == [9]
         assert state == {"best": {"metric": -math.inf, "mode": "min"}, "epoch": 9}
+
+
+def best_of_large(strategy: muster.Strategy, folder: Path) -> list[Any]:
+    return bests(strategy, folder, "max", [0.75, 0.5, 0.25], 1, seed=2**127 + 1)
+
+
+def test_the_best_may_hold_integers_of_any_size(either: Launcher, tmp_path: Path) -> None:
+    for found, kept, state, _ in either(best_of_large, tmp_path):
+        assert found == [True, False, False] and kept == [1]
+        assert state == {"best": {"metric": 0.75, "mode": "max"}, "epoch": 1, "seed": 2**127 + 1}
 
 
 def test_the_greatest_may_be_the_best(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ def test_a_server_that_does_not_answer_is_said() -> None:
         ("log_bytes", 1.5, "log_bytes=1.5"),
         ("patience", 0.0, "patience=0"),
         ("heartbeat", -1.0, "heartbeat=-1"),
+        ("heartbeat", 0.005, "from 0.01 up to 86400"),
         ("staleness", -1, "staleness=-1"),
         ("staleness", "none", "staleness='none': it must be an int >= 0, or None"),
-        ("patience", "long", "patience='long': it must be a number of seconds from 0.001 to 86400"),
-        ("heartbeat", None, "heartbeat=None: it must be a number of seconds from 0.001 to 86400"),
+        ("patience", "long", "patience='long': it must be a number of seconds from 0.01 to 86400"),
+        ("heartbeat", None, "heartbeat=None: it must be a number of seconds from 0.01 to 86400"),
         ("takeover", 1, "takeover=1: it must be True or False"),
     ],
 )

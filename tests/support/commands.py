@@ -66,13 +66,13 @@ class Processes:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
                 environment = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
             wanted = {self._mark.encode(), variable.encode()} - {b""}
-            if state != "Z" and wanted <= set(environment) and word in command:
+            if state != b"Z" and wanted <= set(environment) and word in command:
                 found.append(int(folder.name))
         return found
 

@@ -111,7 +111,7 @@ net::Mapping HostMesh::share_memory(size_t bytes) {
   const net::FileDescriptor segment = net::make_segment("muster-common", bytes);
   net::reserve(segment.get(), 0, bytes);
   for (int w = 1; w < num_workers(); ++w) {
-    peers_[static_cast<size_t>(w)].socket.send(kind, {segment.get()}, deadline);
+    send_to(w, kind, {segment.get()}, deadline);
   }
   return net::Mapping(segment.get(), bytes);
 }
@@ -142,7 +142,7 @@ std::vector<CommunicatorPtr> HostMesh::make_group(const std::string& name) {
   if (rank() == 0) offered.push_back(control.get());
   for (int r = first_replica(rank()); r < first_replica(rank() + 1); ++r) offered.push_back(space->make_arena(r));
   for (int w = 0; w < num_workers(); ++w) {
-    if (w != rank()) peers_[static_cast<size_t>(w)].socket.send(kind, offered, deadline);
+    if (w != rank()) send_to(w, kind, offered, deadline);
   }
   for (int w = 0; w < num_workers(); ++w) {
     if (w == rank()) continue;

@@ -199,6 +199,26 @@ std::optional<shared::LostWorker> HostMesh::find_lost() {
   return std::nullopt;
 }
 
+PeerLost HostMesh::lost_while(const std::string& kind, int worker) const {
+  const bool has_left = !peers_[static_cast<size_t>(worker)].is_lost && peers_[static_cast<size_t>(worker)].has_left;
+  const int name = name_of_worker(worker);
+  return {name, "worker " + std::to_string(name) +
+                    (has_left ? " left: it closed its strategy, maybe after an error"
+                              : " ended (it was killed, crashed or exited)") +
+                    " while " + kind + " was being set up. Look at that worker's log and start the job again"};
+}
+
+void HostMesh::send_to(int worker, const std::string& kind, const std::vector<int>& descriptors,
+                       net::Deadline deadline) {
+  try {
+    peers_[static_cast<size_t>(worker)].socket.send(kind, descriptors, deadline);
+  } catch (const net::PeerGone&) {
+    const std::lock_guard lock(mutex_);
+    receive_all();  // its goodbye, if it said one
+    throw lost_while(kind, worker);
+  }
+}
+
 net::Message HostMesh::receive_from(int worker, const std::string& kind, net::Deadline deadline) {
   Peer& peer = peers_[static_cast<size_t>(worker)];
   for (;;) {
@@ -214,12 +234,7 @@ net::Message HostMesh::receive_from(int worker, const std::string& kind, net::De
       }
       for (int w = 0; w < num_workers(); ++w) {
         const Peer& other = peers_[static_cast<size_t>(w)];
-        if (!other.is_lost && !(w == worker && other.has_left)) continue;
-        throw PeerLost(name_of_worker(w), "worker " + std::to_string(name_of_worker(w)) +
-                                              (other.is_lost ? " ended (it was killed, crashed or exited)"
-                                                             : " left: it closed its strategy, maybe after an error") +
-                                              " while " + kind +
-                                              " was being set up. Look at that worker's log and start the job again");
+        if (other.is_lost || (w == worker && other.has_left)) throw lost_while(kind, w);
       }
     }
     if (Clock::now() >= deadline) {

@@ -82,6 +82,8 @@ class HostMesh : public std::enable_shared_from_this<HostMesh> {
   void admit(int worker, net::UnixSocket socket, const net::PeerCredentials& credentials);
   void receive_all();  // mutex_ held
   net::Message receive_from(int worker, const std::string& kind, net::Deadline deadline);
+  void send_to(int worker, const std::string& kind, const std::vector<int>& descriptors, net::Deadline deadline);
+  PeerLost lost_while(const std::string& kind, int worker) const;  // mutex_ held
 
   const Options options_;
   int owner_process_ = 0;

@@ -29,6 +29,10 @@ class SavedValue {
   using List = std::vector<SavedValue>;
   /// Values by name.
   using Dict = std::map<std::string, SavedValue>;
+  /// A Python program's integer that does not fit into an int64_t; C++ programs hand it on.
+  struct LargeInteger {
+    std::string digits;  ///< decimal, with its sign where that is negative
+  };
   /// A Python program's tuple; C++ programs hand it on.
   struct Tuple {
     List items;  ///< what it holds
@@ -59,6 +63,7 @@ class SavedValue {
   SavedValue(const char* value) : value_(std::string(value)) {}  // NOLINT
   SavedValue(std::string value) : value_(std::move(value)) {}    // NOLINT
   SavedValue(at::Tensor value) : value_(std::move(value)) {}     // NOLINT
+  SavedValue(LargeInteger value) : value_(std::move(value)) {}   // NOLINT
   SavedValue(List value) : value_(std::move(value)) {}           // NOLINT
   SavedValue(Dict value) : value_(std::move(value)) {}           // NOLINT
   SavedValue(Tuple value) : value_(std::move(value)) {}          // NOLINT
@@ -67,7 +72,7 @@ class SavedValue {
 
   /// Whether it holds nothing.
   bool is_null() const noexcept { return holds<std::monostate>(); }
-  /// T: bool, int64_t, double, std::string, at::Tensor, List, Dict, Tuple or Pairs.
+  /// T: bool, int64_t, double, std::string, at::Tensor, List, Dict, LargeInteger, Tuple or Pairs.
   template <class T>
   bool holds() const noexcept {
     return std::holds_alternative<T>(value_);
@@ -89,7 +94,8 @@ class SavedValue {
   std::string kind() const;
 
  private:
-  std::variant<std::monostate, bool, int64_t, double, std::string, at::Tensor, List, Dict, Tuple, Pairs> value_;
+  std::variant<std::monostate, bool, int64_t, double, std::string, at::Tensor, List, Dict, LargeInteger, Tuple, Pairs>
+      value_;
 };
 
 /// By name.

@@ -28,11 +28,12 @@ void check_memory(const Plan& plan, uint32_t server) {
 }  // namespace
 
 std::vector<uint32_t> ServerCore::begin_job(const Session& session, const Configure& request) {
-  job_ = {request.job, request.facts, session.token, /*is_told=*/!started_, /*is_settled=*/!started_};
+  job_ = {request.job, request.facts, session.token, /*is_told=*/!values_.are_durable,
+          /*is_settled=*/!values_.are_durable};
   dealer_ = Dealer();
   const auto fenced = quorum_.begin_anew(rules_of(request.plan), time_.now());
   close_channels(fenced);
-  if (started_) {
+  if (values_.are_durable) {
     shard_->commands().close();
   } else {
     values_.are_there = false;  // an earlier chief's, of which nobody heard
@@ -57,15 +58,15 @@ ServerCore::Former ServerCore::give_up(const Configure& request) {
   index_ = request.server;
   auto former = replace_shard(request.plan);
   quorum_.begin_at(0);
-  values_.gave_up = values_.gave_up || started_;
+  values_.gave_up = values_.gave_up || values_.are_durable;
   values_.origin = 0;
-  values_.are_there = started_ = members_.had_any = false;
+  values_.are_there = values_.are_durable = members_.had_any = false;
   return former;
 }
 
 // It may have written more than this one has: rows, and the optimizer's state.
 ServerCore::Former ServerCore::take_over_values() {
-  if (started_ && !is_untouched(shard_)) {
+  if (values_.are_durable && !is_untouched(shard_)) {
     throw InvalidArgument(
         "this parameter server holds trained values, which no worker may write over; move its folder "
         "away to begin anew");
@@ -136,7 +137,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
       shard_ = make_shard(request.plan, index_);
       former.images = cuts_.begin_with(shard_->members(), shard_->plan().is_synchronous(), /*is_anew=*/true);
       quorum_.configure(rules_of(request.plan), time_.now());
-    } else if (begins && !started_ && (is_anew || !difference.empty())) {
+    } else if (begins && !values_.are_durable && (is_anew || !difference.empty())) {
       former = give_up(request);  // of a job that ended before its values were there
     } else if (!difference.empty()) {
       throw LayoutMismatch(name_of_worker(session.rank) +
@@ -162,7 +163,7 @@ void ServerCore::configure(Session& session, const Configure& request) {
       }
     }
     shard = shard_;
-    configured.started = started_;
+    configured.started = values_.are_durable;
     configured.is_untouched = is_untouched(shard);
     configured.is_settled = job_.is_settled;
     configured.origin = values_.origin;
@@ -193,7 +194,7 @@ std::shared_ptr<Shard> ServerCore::begin_writing(const Session& session) {
   const Lock lock(mutex_);
   check_job(session);
   former = take_over_values();
-  values_.are_there = started_ = false;
+  values_.are_there = values_.are_durable = false;
   return shard_;
 }
 
@@ -211,7 +212,7 @@ void ServerCore::start(Session& session, const Start& request) {
   {
     const Lock lock(mutex_);
     check_origin(session);
-    if (started_ && job_.is_settled && values_.origin == job_.id) return reply(session, Done{});
+    if (values_.are_durable && job_.is_settled && values_.origin == job_.id) return reply(session, Done{});
     former = take_over_values();
     if (index_ == 0) dealer_.go_on(request.passes);
     values_.are_there = job_.is_told = true;
@@ -221,7 +222,7 @@ void ServerCore::start(Session& session, const Start& request) {
     const Lock lock(mutex_);
     check_origin(session);  // another chief may write meanwhile
     quorum_.members().check(session.rank, session.incarnation);
-    started_ = job_.is_settled = true;
+    values_.are_durable = job_.is_settled = true;
     values_.gave_up = false;
     shard_->commands().open(0);
     changed_.notify_all();
@@ -229,8 +230,10 @@ void ServerCore::start(Session& session, const Start& request) {
   reply(session, Done{});
 }
 
+// A chief that asks again over a new connection, or its job's end, may come while a large snapshot is read.
 void ServerCore::resume(Session& session, const Resume& request) {
   check_step(request.step);
+  const std::lock_guard lets_go_on(resuming_);
   auto shard = this->shard();
   const auto stands_there = [&] {
     const auto [least, greatest] = made_by(*shard);
@@ -239,6 +242,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
   const bool is_synchronous = shard->plan().is_synchronous();
   {
     const Lock lock(mutex_);
+    check_job(session);
     if (job_.is_settled && (!is_synchronous || stands_there())) return reply(session, Done{});
     if (job_.is_settled && !quorum_.members().present(Time::min()).empty()) {
       throw CheckpointError("the job goes on after another step than " + std::to_string(request.step) +
@@ -255,7 +259,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
       throw CheckpointError("this parameter server has not all parts of step " + std::to_string(request.step));
     }
     if (!stands_there()) {
-      snapshots_.read(request.step, [&](const auto& source) { take(source, /*with_members=*/false); });
+      snapshots_.read(request.step, [&](const auto& source) { take(source, &session); });
       shard->stop();
       shard = this->shard();
       log(LogLevel::warning, "parameter server " + std::to_string(index_) + " goes back to its snapshot of step " +
@@ -268,6 +272,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
     cuts_.go_on_after(request.step);
     {
       const Lock lock(mutex_);
+      check_job(session);
       quorum_.begin_at(request.step);  // which the snapshot is to know
       job_.is_told = true;             // likewise
     }
@@ -278,6 +283,7 @@ void ServerCore::resume(Session& session, const Resume& request) {
   }
   {
     const Lock lock(mutex_);
+    check_job(session);
     job_.is_told = job_.is_settled = true;
     changed_.notify_all();
   }

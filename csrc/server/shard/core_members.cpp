@@ -59,7 +59,7 @@ void ServerCore::inquire(Session& session) {
   Standing standing;
   {
     const Lock lock(mutex_);
-    standing = {started_ && job_.is_settled, job_.id, present(), job_.facts, job_.token};
+    standing = {values_.are_durable && job_.is_settled, job_.id, present(), job_.facts, job_.token};
   }
   reply(session, standing);
 }
@@ -94,7 +94,7 @@ void ServerCore::join(Session& session, const Join& request, Time deadline) {
     // A snapshot may have it as a member whose answer did not come.
     if (!request.returns) quorum_.members().note_return(session.rank, session.incarnation, 0);
     const auto may_come_in = [&] { return index_ != 0 || request.returns || is_up_to_date(); };
-    const auto has_begun = [&] { return started_ && job_.is_settled; };
+    const auto has_begun = [&] { return values_.are_durable && job_.is_settled; };
     const bool is_over = time_.wait_until(lock, changed_, deadline, [&] {
       check_job(session);
       return stopping_ || (has_begun() ? may_come_in() : quorum_.members().is_gone(kChief));

@@ -53,6 +53,7 @@ bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, 
     }
     case WriteRowSteps::kType: {
       const auto request = decode<WriteRowSteps>(frame.message);
+      check_step(request.steps);
       begin_writing(session)->tables().write_steps(request.table, request.steps);
       reply(session, Done{});
       return true;
@@ -71,6 +72,7 @@ bool ServerCore::answer_rows(Session& session, Shard& shard, net::Frame& frame, 
 }
 
 void ServerCore::hold_rows(Session& session, Shard& shard, const PushRows& request, net::Frame& frame) {
+  check_step(request.step);
   const RowPayload payload(frame.payload, shard.tables().value_bytes(request.table));
   const bool is_fresh =
       shard.tables().hold(session.rank, session.incarnation, request, payload.rows, payload.rest, frame.owner);

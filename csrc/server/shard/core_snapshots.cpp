@@ -144,7 +144,7 @@ void ServerCore::snapshot(const ServerSnapshots::Pause& pause, bool even_if_kept
 }
 
 void ServerCore::restore() {
-  const bool has_any = snapshots_.read_newest([&](const auto& source) { take(source, /*with_members=*/true); });
+  const bool has_any = snapshots_.read_newest([&](const auto& source) { take(source, nullptr); });
   if (has_any) {
     log(LogLevel::info, "parameter server " + std::to_string(index_) + " goes on after step " +
                             std::to_string(made_by(*shard()).first) + " of its snapshot");
@@ -154,7 +154,7 @@ void ServerCore::restore() {
   is_restored_ = true;
 }
 
-void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) {
+void ServerCore::take(const ServerSnapshots::Source& source, const Session* chief) {
   Saved saved;
   std::shared_ptr<Shard> shard;
   std::optional<ShardRestorer> restorer;
@@ -170,11 +170,12 @@ void ServerCore::take(const ServerSnapshots::Source& source, bool with_members) 
   restorer->finish();
   std::vector<std::unique_ptr<Image>> lost;
   const Lock lock(mutex_);
+  if (chief != nullptr) check_job(*chief);
   lost = cuts_.begin_with(shard->members(), shard->plan().is_synchronous(), /*is_anew=*/false);
   shard_ = std::move(shard);
-  values_.are_there = started_ = true;
+  values_.are_there = values_.are_durable = true;
   values_.origin = saved.origin;
-  if (!with_members) return;
+  if (chief != nullptr) return;
   const auto now = time_.now();
   index_ = saved.configured.server;
   job_ = {saved.configured.job, saved.configured.facts, saved.token, saved.is_told, saved.is_told};

@@ -87,6 +87,7 @@ std::vector<uint32_t> ServerCore::note_push(const Shard& shard, uint64_t step, b
 }
 
 void ServerCore::hold(Session& session, Shard& shard, const Push& request, net::Frame& frame) {
+  check_step(request.step);
   const bool is_fresh = shard.hold(session.rank, session.incarnation, request, frame.payload, std::move(frame.owner));
   const auto pushers = note_push(shard, request.step, is_fresh);
   reply(session, Pushed{request.step, request.chunk, is_fresh});

@@ -40,7 +40,7 @@ Dealer::Pass& Dealer::pass_of(const Deal& request) {
 
 Dealt Dealer::deal(uint32_t rank, uint64_t incarnation, const Deal& request) {
   auto& last = last_[rank];
-  if (last.incarnation == incarnation && last.request == request.request) return last.answer;
+  if (last.incarnation == incarnation && request.request <= last.request) return last.answer;  // one that came late
   auto& pass = pass_of(request);
   for (const uint64_t batch : request.finished) finish(pass, rank, batch);
   Dealt dealt;
@@ -96,7 +96,9 @@ void Dealer::put_right(uint32_t rank, const std::vector<BatchId>& held, const st
     const std::pair key(batch.loader, batch.epoch);
     const bool has_room = passes_.size() < kMaxPasses && newest_.size() < kMaxLoaders;
     const auto found = passes_.find(key);
-    if (batch.batch >= kMaxStep || (found == passes_.end() && !has_room)) return nullptr;
+    const uint64_t next = found == passes_.end() ? 0 : found->second.next;
+    const bool is_near = batch.batch < next || batch.batch - next < kMaxNumbers;  // every one between is noted, too
+    if (!is_near || (found == passes_.end() && !has_room)) return nullptr;
     auto& newest = newest_[batch.loader];
     newest = std::max(newest, batch.epoch);
     return &passes_[key];

@@ -57,7 +57,7 @@ void ServerCore::detach(Session& session) {
 
 bool ServerCore::is_deserted() const {
   const Lock lock(mutex_);
-  return started_ && members_.had_any && quorum_.members().live().empty();
+  return values_.are_durable && members_.had_any && quorum_.members().live().empty();
 }
 
 ServerCore::Stats ServerCore::stats() const {

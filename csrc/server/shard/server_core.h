@@ -178,8 +178,9 @@ class ServerCore {
   bool is_safe(const Session& session, Shard& shard, uint64_t last) const;
   /// The least and the greatest step that a chunk or table has made.
   static std::pair<uint64_t, uint64_t> made_by(Shard& shard);
-  /// Takes up a snapshot; with_members: also who took part, and the job.
-  void take(const ServerSnapshots::Source& source, bool with_members);
+  /// Takes up a snapshot, for the job of that chief, which is checked once it is read; null: for the job that wrote it,
+  /// with who took part.
+  void take(const ServerSnapshots::Source& source, const Session* chief);
   Saved saved_now(Shard& shard) const;
   /// The step that a snapshot of now is of.
   uint64_t step_to_keep(Shard& shard) const;
@@ -195,6 +196,7 @@ class ServerCore {
   PartWriter parts_;
   std::atomic<bool> is_restored_{false};
 
+  std::mutex resuming_;  // held by who lets the job go on
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a start, a decision, a snapshot, the end
   // Guarded by mutex_:
@@ -210,11 +212,11 @@ class ServerCore {
     bool is_settled = true;  // that is in a snapshot, too
   } job_;
   struct {
-    bool are_there = false;  // initial ones, or later ones
-    uint64_t origin = 0;     // see Configured
-    bool gave_up = false;    // those of an earlier job, for others that are not durable yet
+    bool are_there = false;    // initial ones, or later ones
+    bool are_durable = false;  // likewise: the job has started
+    uint64_t origin = 0;       // see Configured
+    bool gave_up = false;      // those of an earlier job, for others that are not durable yet
   } values_;
-  bool started_ = false;  // values are there, and durable
   struct {
     bool had_any = false;
     bool awaited_unknown = false;  // when expire() looked last

@@ -1,8 +1,16 @@
+#include <algorithm>
+
 #include "core/wait_hook.h"
 #include "server/worker/absence.h"
 #include "server/worker/client.h"
 
 namespace muster::server {
+
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenHooks{50};  // calls of the WaitHook
+
+}  // namespace
 
 std::optional<Standing> inquire(const std::string& name, std::chrono::milliseconds patience,
                                 Surroundings& surroundings) {
@@ -14,6 +22,10 @@ std::optional<Standing> inquire(const std::string& name, std::chrono::millisecon
       const auto deadline = surroundings.now() + patience;
       const auto channel = surroundings.connect(name, nullptr, deadline);
       channel->send(Inquire::kType, encode(Inquire{}), {}, deadline);
+      while (!channel->wait_input(std::min(deadline, surroundings.now() + kBetweenHooks)) &&
+             surroundings.now() < deadline) {
+        WaitHook::call();
+      }
       is_answered = channel->receive(frame, deadline);
       if (!is_answered) absence.note_gone(surroundings.now());
     } catch (const Timeout&) {

@@ -170,6 +170,7 @@ void Link::send(size_t lane, uint16_t type, std::string_view message, std::span<
 net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::function<void()>& between) {
   net::Frame frame;
   const auto channel = lanes_[lane].channel;
+  const uint64_t connects = connects_;
   while (!has_input(channel.get())) {
     try {
       between();
@@ -177,6 +178,7 @@ net::Frame Link::receive(size_t lane, std::span<std::byte> to, const std::functi
       close_lanes({});
       throw;
     }
+    if (connects_ != connects) throw LinkBroken("the connection was made anew");
   }
   try {
     const auto place = [&](uint16_t, const std::string&, uint64_t bytes) {

@@ -22,7 +22,8 @@
 
 namespace muster::server {
 
-/// The connection broke. Never reaches the user: the client connects again, or throws PeerLost.
+/// The connection broke, or was made anew while an answer was awaited. Never reaches the user: the client connects
+/// again, or throws PeerLost.
 class LinkBroken : public CommError {
  public:
   using CommError::CommError;

@@ -83,11 +83,11 @@ bool PushLog::is_full() const noexcept {
   return !fits(bytes);
 }
 
-std::byte* PushLog::room(Entry& entry, uint64_t bytes) {
+std::byte* PushLog::room(Entry& entry, uint64_t bytes, bool beyond_bound) {
   bytes = round_up(bytes, kPayloadAlignment);
   if (entry.block_left < bytes) {
     const uint64_t size = round_up(bytes, kBlock);
-    if (entries_.size() > kAlways && !fits(size)) return nullptr;
+    if (!beyond_bound && entries_.size() > kAlways && !fits(size)) return nullptr;
     Block block;
     const auto found = std::find_if(spare_.begin(), spare_.end(), [&](const Block& b) { return b.bytes == size; });
     if (found != spare_.end()) {

@@ -77,8 +77,8 @@ class PushLog {
   Bytes of_chunk(const Entry& entry, uint32_t chunk) const;
 
   /// Memory for a part of an entry's push of rows, at a multiple of 64 bytes, until the entry is released; null where
-  /// the log is full.
-  std::byte* room(Entry& entry, uint64_t bytes);
+  /// the log is full, unless that is to be had all the same.
+  std::byte* room(Entry& entry, uint64_t bytes, bool beyond_bound = false);
 
   /// Forgets steps up to `step`.
   void release(uint64_t step);

@@ -160,7 +160,7 @@ auto Requests::retried(size_t server, const F& request) {
       try {
         return request();
       } catch (const LinkBroken&) {
-        recover(server);
+        if (links_[server]->is_broken()) recover(server);
       }
     }
   });
@@ -199,7 +199,7 @@ std::vector<Answer> Requests::receive_all(const Message& message, const std::vec
         continue;
       }
     } catch (const LinkBroken&) {
-      recover(s);
+      if (links_[s]->is_broken()) recover(s);
     }
     answers.push_back(call<Answer>(s, message));
   }

@@ -169,6 +169,8 @@ void RowClient::push(uint64_t step, uint32_t index, std::span<const int64_t> row
   const RowArray arrays[] = {{rows.data(), sizeof(int64_t)},
                              {gradients.data(), static_cast<size_t>(spec.dim) * sizeof(float)}};
   const size_t row_bytes = arrays[0].row_bytes + arrays[1].row_bytes;
+  // Servers of synchronous jobs make room between steps alone: a step that has begun is finished.
+  const bool beyond_bound = config_.plan.is_synchronous();
   std::vector<PushLog::Rows> parts;
   for (uint32_t s = 0; s < requests_.num_servers(); ++s) {
     const auto count = static_cast<uint32_t>(std::max<size_t>(parts_of(places[s].size(), row_bytes), 1));
@@ -176,7 +178,7 @@ void RowClient::push(uint64_t step, uint32_t index, std::span<const int64_t> row
       const auto of_part = part_of(places[s], part, count);
       const size_t bytes = of_part.size() * row_bytes;
       std::byte* const place =
-          bytes == 0 ? nullptr : requests_.wait_for_log([&] { return replay_.log().room(entry, bytes); });
+          bytes == 0 ? nullptr : requests_.wait_for_log([&] { return replay_.log().room(entry, bytes, beyond_bound); });
       gather(of_part, arrays, place);
       parts.push_back({index, s, part, count, {place, bytes}});
     }

@@ -167,14 +167,18 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """The newest good checkpoint at `path` (see `folders_in`). Each damaged one is named in a warning and passed over.
     Raises CheckpointError where that leaves none."""
     folders = folders_in(path)
-    for folder in reversed(folders):
-        try:
-            return read_folder(folder)
-        except CheckpointError as error:
-            if len(folders) == 1:
-                raise
-            pass_over(folder, error)
-    raise CheckpointError(f"no checkpoint in '{path}' is good; the warnings say what is wrong with each")
+    while True:
+        for folder in reversed(folders):
+            try:
+                return read_folder(folder)
+            except CheckpointError as error:
+                if len(folders) == 1 and folders_in(path) == folders:
+                    raise
+                pass_over(folder, error)
+        # A job that goes on may have written others meanwhile, and removed these.
+        before, folders = folders, folders_in(path)
+        if number_of(folders[-1]) == number_of(before[-1]):
+            raise CheckpointError(f"no checkpoint in '{path}' is good; the warnings say what is wrong with each")
 
 
 def pass_over(folder: Path, error: CheckpointError) -> None:

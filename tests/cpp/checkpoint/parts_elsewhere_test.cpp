@@ -283,6 +283,21 @@ TEST_CASE("what a host tells of a snapshot that the chief has given up is remove
   CHECK(store->getNumKeys() == 0);
 }
 
+TEST_CASE("who tells of parts does not wait for a store that stands still", "[checkpoint]") {
+  struct StillStore : c10d::HashStore {
+    bool check(const std::vector<std::string>& /*keys*/) override {
+      const std::lock_guard lock(goes_on);
+      return false;
+    }
+    std::mutex goes_on;
+  };
+  const auto store = c10::make_intrusive<StillStore>();
+  const WordOfHost word(store, "worker-2-1234abcd", std::chrono::milliseconds(100));
+  const std::lock_guard stands_still(store->goes_on);
+  CHECK_THROWS_WITH(word.tell_parts({{"worker-2-1234abcd", "text"}}), ContainsSubstring("has not answered"));
+  CHECK_THROWS_WITH(word.tell_failure("no space"), ContainsSubstring("has not answered"));
+}
+
 TEST_CASE("a manifest's hosts have names that can be printed", "[checkpoint]") {
   const auto read = [](const std::string& host) {
     const Manifest manifest{{}, {{"worker-1-00000.safetensors", {}, host}}, {}};

@@ -41,6 +41,16 @@ TEST_CASE("values come back with their types", "[checkpoint]") {
   CHECK(std::isnan(back(std::nan("")).get<double>()));
 }
 
+TEST_CASE("integers that only Python has are handed on", "[checkpoint]") {
+  for (const std::string digits : {"9223372036854775808", "-9223372036854775809", "123456789012345678901234567890"}) {
+    const auto value = decoded("[" + digits + "]");
+    CHECK(value.get<List>()[0].get<SavedValue::LargeInteger>().digits == digits);
+    CHECK(encode_tree(value).document == "[" + digits + "]");
+    CHECK_THROWS_WITH(value.get<List>()[0].get<int64_t>(), ContainsSubstring("more than 64 bits"));
+  }
+  CHECK(decoded("-9223372036854775808").get<int64_t>() == std::numeric_limits<int64_t>::min());
+}
+
 TEST_CASE("nested values come back, tensors by where they are", "[checkpoint]") {
   const auto eye = at::eye(2);
   const SavedValue value = Dict{{"a", List{1, eye, SavedValue::Tuple{{0.9, 0.999}}}},
@@ -77,7 +87,7 @@ TEST_CASE("a document that encode_tree does not write is refused", "[checkpoint]
       GENERATE("", "{}", R"({"float":"1"})", R"({"float":1})", R"({"tensor":"x"})", R"({"tensor":1})", "[1", "[1]x",
                R"({"tuple":{}})", R"({"dict":[]})", R"({"dict":{},"tuple":[]})", R"({"items":[[1]]})",
                R"({"items":[[1,2,3]]})", R"({"items":[[1.5,2]]})", R"({"other":1})", "nul", "tru", "01", "01.5",
-               "1e999", "-", "9223372036854775808", "'a'", R"({"dict":{"a":1,"a":2}})");
+               "1e999", "-", "-09223372036854775808", "9223372036854775808-", "'a'", R"({"dict":{"a":1,"a":2}})");
   CAPTURE(document);
   CHECK_THROWS_AS(decoded(document), CheckpointError);
 }
@@ -85,4 +95,9 @@ TEST_CASE("a document that encode_tree does not write is refused", "[checkpoint]
 TEST_CASE("a document of great depth is refused and not followed", "[checkpoint]") {
   CHECK_NOTHROW(decoded(std::string(100, '[') + std::string(100, ']')));
   CHECK_THROWS_WITH(decoded(std::string(1000000, '[')), ContainsSubstring("too deep"));
+  SavedValue value = 1;
+  for (int depth = 1; depth < 200; ++depth) value = List{std::move(value)};
+  CHECK_NOTHROW(back(value));
+  value = List{std::move(value)};
+  CHECK_THROWS_WITH(encode_tree(value), ContainsSubstring("too deep") && ContainsSubstring("at most 200"));
 }

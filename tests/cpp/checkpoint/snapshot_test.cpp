@@ -243,6 +243,27 @@ TEST_CASE("whoever reads file by file begins anew with the snapshot before a dam
   CHECK(warnings.texts.size() == 2);
 }
 
+TEST_CASE("who reads beside a writer that keeps one snapshot finds the later one", "[checkpoint]") {
+  const testing::Folder folder;
+  const Warnings warnings;
+  write_snapshot(folder.path, numbered(1), {.keep = 1});
+  int64_t read = 0;
+  CHECK(read_newest_snapshot(folder.path, [&](SnapshotReader& reader) {
+    if (read++ == 0) write_snapshot(folder.path, numbered(2), {.keep = 1});
+    read = 10 * read + reader.next()->begin()->second.flatten()[0].item<int64_t>();
+  }));
+  CHECK(read == 22);
+}
+
+TEST_CASE("what would make too long a manifest is refused, and the snapshot before stays", "[checkpoint]") {
+  const testing::Folder folder;
+  write_snapshot(folder.path, numbered(1), {.keep = 1});
+  auto large = numbered(2);
+  large.metadata["text"] = std::string(size_t{1} << 27, 'x');
+  CHECK_THROWS_WITH(write_snapshot(folder.path, large, {.keep = 1}), ContainsSubstring("at most 128"));
+  CHECK(number_in(*read_newest_snapshot(folder.path)) == 1);
+}
+
 TEST_CASE("what no file can hold is refused before anything is written", "[checkpoint]") {
   const testing::Folder folder;
   for (const auto& tensor : {at::Tensor(), at::zeros({2}, at::kComplexDouble), at::zeros({2, 2}).to_sparse()}) {
@@ -665,6 +686,13 @@ TEST_CASE("what a writer could not do reaches its caller once", "[checkpoint]") 
     writer.write(numbered(3));
     CHECK_THROWS_AS(writer.write(numbered(4)), CheckpointError);
     CHECK(writer.done());
+  }
+  SECTION("what went wrong elsewhere") {
+    SnapshotWriter writer(folder.path, {});
+    writer.note_failure(std::make_exception_ptr(CheckpointError("no thread")));
+    CHECK_THROWS_WITH(writer.write(numbered(1)), "no thread");
+    writer.write(numbered(1));
+    CHECK_NOTHROW(writer.wait());
   }
   SECTION("a folder that another writes") {
     SnapshotWriter writer(folder.path, {});

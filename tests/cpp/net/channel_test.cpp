@@ -176,6 +176,22 @@ TEMPLATE_TEST_CASE("bounds, deadlines and the peer's end", "[net]", OnHost, OnHo
   CHECK_THROWS_AS(ends.callee->send(1, "x", {}, in(1'000)), CommError);
 }
 
+TEMPLATE_TEST_CASE("nothing follows a frame that was cut", "[net]", OnHost, OnHostSharing) {
+  const Ends ends = TestType::connect();
+  const std::string large(size_t{5} << 20, 'x');
+  SECTION("by its deadline") { CHECK_THROWS_AS(ends.caller->send(1, large, {}, in(20)), Timeout); }
+  SECTION("since its end was not sent") {
+    const std::vector<std::byte> payload(large.size());
+    CHECK_FALSE(ends.caller->begin_send(1, "", payload, std::chrono::milliseconds(1)).empty());
+  }
+  auto read = std::async(std::launch::async, [&] {
+    Frame frame;
+    return ends.callee->receive(frame, in(500));
+  });
+  CHECK_THROWS_AS(ends.caller->send(2, "next", {}, in(5'000)), CommError);
+  CHECK_THROWS_AS(read.get(), Timeout);
+}
+
 TEMPLATE_TEST_CASE("what the WaitHook throws ends a send to a peer that does not read", "[net]", OnHost, OnHostSharing,
                    InMemory) {
   const Ends ends = TestType::connect();

@@ -65,7 +65,7 @@ TEST_CASE("the end of a peer is seen, and sending to it is an error", "[net]") {
   Message message;
   REQUIRE(wait_readable({pair.callee.get()}, in(5'000)));
   CHECK(pair.callee.receive(message) == UnixSocket::Status::end);
-  CHECK_THROWS_AS(pair.callee.send("x", {}, in(1'000)), CommError);
+  CHECK_THROWS_AS(pair.callee.send("x", {}, in(1'000)), PeerGone);
 }
 
 TEST_CASE("a call waits for its place where more call than may queue", "[net]") {

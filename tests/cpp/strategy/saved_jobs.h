@@ -39,7 +39,7 @@ inline void run_workers(const std::function<void(Strategy& strategy)>& body, con
                                                     std::make_shared<ReplicaPool>(1, 1), 7));
     body(worker);
   });
-  CHECK(problem.empty());
+  CHECK(problem == "");
 }
 
 // A model and an optimizer, stepped once.

@@ -517,6 +517,21 @@ TEST_CASE("a folder that cannot be written is an error on all workers", "[saving
   });
 }
 
+TEST_CASE("what one worker cannot load, none loads", "[saving]") {
+  const Folder folder;
+  run_workers([&](Strategy& strategy) {
+    const auto model = strategy.prepare([] { return build(); });
+    strategy.save(folder.path);
+    const at::NoGradGuard no_grad;
+    auto weight = model.module().parameters().front();
+    weight.fill_(7);
+    if (strategy.rank() == 1) model.module().register_buffer("own", at::zeros({1}));
+    const auto message = message_of<LayoutMismatch>([&] { strategy.load(folder.path); });
+    MUSTER_CHECK(contains(message, "own"));
+    MUSTER_CHECK(weight.eq(7).all().item<bool>());
+  });
+}
+
 TEST_CASE("a damaged checkpoint is passed over for the one before", "[saving]") {
   const Folder folder;
   MirroredStrategy strategy(cpus(1));

@@ -144,6 +144,33 @@ TEST_CASE("a start whose chief was replaced meanwhile is none", "[server]") {
   CHECK(second.get<Joined>(Join{}).step == 0);
 }
 
+TEST_CASE("a chief that another one replaced meanwhile lets no job go on", "[server]") {
+  SimulatedDisk disk;
+  Timekeeper time;
+  std::function<void()> meanwhile;
+  const auto on_write = [&](bool is_there) {
+    if (is_there && meanwhile) std::exchange(meanwhile, {})();
+  };
+  const Plan plan = plan_of_another_server();
+  ServerCore core(std::make_unique<DiskStore>(disk, on_write), std::chrono::milliseconds(1'000), time);
+  core.restore();
+  Caller first(core);
+  first.begin(kChief, plan, 1);
+  first.get<Done>(Start{});
+  const auto come = [&](Caller& chief, uint64_t job) {
+    chief.get<Welcome>(Hello{kChief, 0, 0});
+    return chief.get<Configured>(Configure{0, plan, job});
+  };
+  Caller second(core);
+  Caller third(core);
+  CHECK_FALSE(come(second, 2).is_settled);
+  meanwhile = [&] { CHECK_FALSE(come(third, 3).is_settled); };
+  CHECK_THROWS_AS(second.get<Done>(Resume{6, {}}), CommError);
+  CHECK_FALSE(come(third, 3).is_settled);
+  third.get<Done>(Resume{6, {}});
+  CHECK(come(third, 3).is_settled);
+}
+
 TEST_CASE("who waits to come into a job does not come into the next one", "[server]") {
   SimulatedDisk disk;
   MeanwhileTime time;

@@ -98,6 +98,37 @@ TEST_CASE("a link lives as long as its server gives signs of life", "[server]") 
   }
 }
 
+TEST_CASE("an answer is not awaited on a connection that was made anew meanwhile", "[server]") {
+  Room room;
+  Link link(room.config());
+  link.connect(0, nullptr, WaitHook::call);
+  room.answers = false;
+  const auto connect_again = [&] { link.connect(42, nullptr, WaitHook::call); };
+  SECTION("of requests one by one") {
+    link.send(Start{});
+    CHECK_THROWS_AS(link.receive<Done>(connect_again), LinkBroken);
+  }
+  SECTION("of chunks") {
+    const auto answered = [](const net::Frame&) { FAIL("of the connection before"); };
+    link.send_chunk(0, Start::kType, encode(Start{}), {}, {}, answered, WaitHook::call);
+    CHECK_THROWS_AS(link.drain(connect_again), LinkBroken);
+    CHECK(link.under_way() == 0);
+  }
+  CHECK_FALSE(link.is_broken());
+  room.answers = true;
+  link.send(Start{});
+  link.receive<Done>([] {});
+}
+
+TEST_CASE("a WaitHook is called while nobody says how a job stands", "[server]") {
+  Room room;
+  room.is_silent = true;
+  int calls = 0;
+  const WaitHook hook([&] { ++calls; });
+  CHECK(inquire("server", milliseconds(1'000), *room.time) == std::nullopt);
+  CHECK(calls >= room.time->passed() / milliseconds(100));
+}
+
 TEST_CASE("a server that does not greet breaks a link's connect after the heartbeat's time", "[server]") {
   Room room;
   room.is_silent = true;

@@ -40,6 +40,18 @@ TEST_CASE("rows count against a log's bound, but for two steps", "[server]") {
   CHECK(log.room(*log.find(6), kBound / 2) != nullptr);
 }
 
+TEST_CASE("a step that has begun may go beyond a log's bound, and the next one may not", "[server]") {
+  PushLog log({}, nullptr, kBound);
+  for (uint64_t step = 1; step <= 3; ++step) REQUIRE(log.room(*log.open(step), 1000) != nullptr);
+  CHECK_FALSE(log.is_full());
+  CHECK(log.room(*log.find(3), 2 * kBound) == nullptr);
+  CHECK(log.room(*log.find(3), 2 * kBound, /*beyond_bound=*/true) != nullptr);
+  CHECK(log.is_full());
+  CHECK(log.open(4) == nullptr);
+  log.release(3);
+  CHECK(log.open(4) != nullptr);
+}
+
 TEST_CASE("small parts of a step of rows leave little of a log's bound unused", "[server]") {
   constexpr uint64_t kSome = 10 * kBound;
   constexpr uint64_t kPart = 16'500;
