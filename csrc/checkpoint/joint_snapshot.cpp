@@ -14,7 +14,6 @@
 #include <optional>
 #include <random>
 #include <set>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -25,6 +24,7 @@
 #include "checkpoint/snapshot_names.h"
 #include "core/flat_layout.h"
 #include "core/log.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 
 namespace muster::checkpoint {
@@ -183,7 +183,7 @@ std::vector<Run> share_of(const NamedTensors& alike, int rank, int ranks, uint64
 
 JointSnapshot::Looked::Looked(const std::string& text) {
   int number = 0;
-  std::istringstream words(text);
+  TextReader words(text);
   words >> digest >> has_lock >> chiefs_bytes >> number >> has_made >> has_claim >> claim;
   place = static_cast<Place>(number);
   std::getline(words >> std::ws, host);
@@ -231,7 +231,7 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
   if (!is_chief() && !can_write()) return "";
   const bool has_lock = lock_ && lock_->is_held();
   const auto claim = place_ == Place::away ? mark_of_claim(writer_.folder()) : std::string();
-  std::ostringstream text;
+  TextWriter text;
   text << digest_of(content_.alike) << ' ' << has_lock << ' ' << bytes_of(content_.chiefs) << ' '
        << static_cast<int>(place_) << ' ' << has_made_ << ' ' << writer_.has_claim() << ' '
        << (claim.empty() ? kNoClaim : claim) << ' ' << host_name();
@@ -239,7 +239,7 @@ std::string JointSnapshot::look(const std::vector<std::string>& announced, Joint
 }
 
 void JointSnapshot::read_announced(const std::vector<std::string>& announced) {
-  std::istringstream lines(announced.front());
+  TextReader lines(announced.front());
   std::string oldest;
   std::getline(lines, announced_.draft);
   std::getline(lines, token_);

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <sstream>
 #include <utility>
 
 #include "core/first_line.h"
 #include "core/make_thread.h"
+#include "core/plain_text.h"
 #include "core/within.h"
 #include "muster/error.h"
 
@@ -66,7 +66,7 @@ std::string key_of(const std::string& writer, size_t piece) {
 // Calls `act` with each writer that was told of, and the number of pieces of its manifest; returns the host.
 template <class Act>
 std::string read_told(const std::string& told, const Act& act) {
-  std::istringstream lines(told);
+  TextReader lines(told);
   std::string host;
   std::getline(lines, host);
   std::string writer;

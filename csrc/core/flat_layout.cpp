@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <sstream>
 #include <unordered_set>
 #include <utility>
 
+#include "core/plain_text.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -24,7 +24,7 @@ int64_t slot_bytes(const ParameterSpec& parameter) {
 }
 
 std::string text_of(const std::vector<int64_t>& numbers) {
-  std::ostringstream out;
+  TextWriter out;
   out << '[';
   for (size_t i = 0; i < numbers.size(); ++i) out << (i == 0 ? "" : ", ") << numbers[i];
   out << ']';

@@ -1,13 +1,14 @@
 #include "core/lines.h"
 
-#include <sstream>
 #include <utility>
+
+#include "core/plain_text.h"
 
 namespace muster {
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
-  std::istringstream in(text);
+  TextReader in(text);
   for (std::string line; std::getline(in, line);) lines.push_back(std::move(line));
   return lines;
 }

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 #include <utility>
 
 #include "core/log.h"
+#include "core/plain_text.h"
 #include "muster/batch.h"
 
 namespace muster {
@@ -141,7 +141,7 @@ double Balancer::slowest_part_with(const std::vector<double>& capacities, const 
 }
 
 std::string in_words(const std::vector<double>& capacities) {
-  std::ostringstream out;
+  TextWriter out;
   out.precision(3);
   for (size_t r = 0; r < capacities.size(); ++r) out << (r == 0 ? "" : ", ") << capacities[r];
   return out.str();

@@ -316,9 +316,11 @@ bool LoaderCore::advance() {
     while (!s.more_ahead && pass->wait_for_more()) s.look_ahead();
   }
   if (s.ahead.error) {
-    s.end();
+    const auto error = std::exchange(s.ahead.error, nullptr);
     if (pass && s.ahead.number >= 0) pass->lost(s.ahead.number);
-    std::rethrow_exception(std::exchange(s.ahead.error, nullptr));
+    if (!s.is_stream) ++s.place->yielded;  // a stream's batches are counted as they come
+    s.look_ahead();                        // for who passes over the error
+    std::rethrow_exception(error);
   }
   if (!s.more_ahead) {
     s.end();

@@ -10,12 +10,12 @@
 #include <map>
 #include <numeric>
 #include <set>
-#include <sstream>
 #include <string_view>
 #include <vector>
 
 #include "comm/text_exchange.h"
 #include "core/control_group.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -27,7 +27,7 @@ constexpr const char* kLimit = "limit=";
 // The numbers of the cores that this process may use, as words, and what limits its CPU time; none where the system
 // does not say.
 std::string usable_cores() {
-  std::ostringstream words;
+  TextWriter words;
   if (const auto limit = cpu_limit()) words << kLimit << limit->cores << '@' << limit->group << ' ';
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -47,7 +47,7 @@ std::string host_name() {
 // The words of `of` that `than` does not have; both are of in_words.
 std::string different_words(const std::string& of, const std::string& than) {
   const auto words_of = [](const std::string& text) {
-    std::istringstream in(text);
+    TextReader in(text);
     return std::vector<std::string>(std::istream_iterator<std::string>(in), {});
   };
   const auto others = words_of(than);
@@ -66,7 +66,7 @@ comm::Milliseconds timeout_of(const StrategyOptions& options) {
 }
 
 std::string in_words(const StrategyOptions& options) {
-  std::ostringstream out;
+  TextWriter out;
   const auto show = [&](const char* name, const auto& value) {
     out << name << '=';
     if (value) {
@@ -146,13 +146,15 @@ int threads_of_replica(const std::vector<std::string>& hosts, const std::vector<
     if (hosts[r] != hosts[0]) continue;
     beside_chief += replicas[r];
     bool is_limited = false;
-    std::istringstream words(cores[r]);
+    TextReader words(cores[r]);
     for (std::string word; words >> word;) {
       if (word.rfind(kLimit, 0) != 0) {
         together.insert(word);
         continue;
       }
-      limits[word.substr(word.find('@'))] = std::stod(word.substr(std::string_view(kLimit).size()));
+      std::string_view limit(word);
+      limit.remove_prefix(std::string_view(kLimit).size());
+      limits[word.substr(word.find('@'))] = take_number(limit);
       is_limited = true;
     }
     are_all_limited = are_all_limited && is_limited;

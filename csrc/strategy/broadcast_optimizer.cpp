@@ -1,10 +1,10 @@
 #include <iomanip>
 #include <ios>
-#include <sstream>
 #include <type_traits>
 
 #include "comm/text_exchange.h"
 #include "core/lines.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
 #include "strategy/collectives.h"
@@ -53,7 +53,7 @@ StateKind kind_of(const Optimizer& optimizer) {
 
 // A line for each parameter, in the order of the groups.
 std::string layout_of(const Optimizer& optimizer, const ParameterRegistry& registry) {
-  std::ostringstream out;
+  TextWriter out;
   size_t number = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
@@ -79,10 +79,9 @@ void compare_layouts(const std::vector<std::string>& layouts) {
 
 // Learning rates by group, then for each parameter: whether it has a state, its step, and which tensors are defined.
 std::string description_of(Optimizer& optimizer, const StateKind& kind, Leaves& tensors) {
-  std::ostringstream out;
-  out << std::hexfloat;
+  TextWriter out;
   for (const auto& group : optimizer.param_groups()) {
-    out << group.options().get_lr() << '\n';
+    out << exact_text(group.options().get_lr()) << '\n';
     for (const auto& parameter : group.params()) {
       const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (state == optimizer.state().end()) {
@@ -102,7 +101,7 @@ std::string description_of(Optimizer& optimizer, const StateKind& kind, Leaves& 
 }
 
 void take_over(Optimizer& optimizer, const StateKind& kind, const std::string& description, const Leaves& tensors) {
-  std::istringstream in(description);
+  TextReader in(description);
   std::string line;
   auto next = tensors.begin();
   optimizer.state().clear();
@@ -112,10 +111,11 @@ void take_over(Optimizer& optimizer, const StateKind& kind, const std::string& d
   leave_masters(optimizer, masters);
   for (auto& group : optimizer.param_groups()) {
     std::getline(in, line);
-    group.options().set_lr(std::strtod(line.c_str(), nullptr));
+    std::string_view lr(line);
+    group.options().set_lr(take_number(lr));
     for (const auto& parameter : group.params()) {
       std::getline(in, line);
-      std::istringstream fields_in(line);
+      TextReader fields_in(line);
       bool has_state = false;
       fields_in >> has_state;
       if (!has_state) continue;
@@ -139,7 +139,7 @@ void take_over(Optimizer& optimizer, const StateKind& kind, const std::string& d
 std::vector<std::string> learning_rates_of(const Optimizer& optimizer) {
   std::vector<std::string> lines;
   for (const auto& group : optimizer.param_groups()) {
-    std::ostringstream line;
+    TextWriter line;
     try {
       line << "lr " << std::setprecision(17) << group.options().get_lr() << " in group " << lines.size();
     } catch (const c10::Error&) {

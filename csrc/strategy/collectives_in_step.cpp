@@ -6,11 +6,11 @@
 
 #include <functional>
 #include <map>
-#include <sstream>
 
 #include "comm/request.h"
 #include "core/flat_layout.h"
 #include "core/plain_memory.h"
+#include "core/plain_text.h"
 #include "core/replica_context.h"
 #include "device/part_timer.h"
 #include "muster/batch.h"
@@ -190,7 +190,7 @@ variable_list Broadcast::backward(AutogradContext* context, const variable_list&
 
 // Of the sizes of values that travel as one.
 uint64_t digest_of(const Leaves& values) {
-  std::ostringstream text;
+  TextWriter text;
   for (const auto& value : values) text << value.sizes();
   return stable_hash(text.str());
 }
@@ -262,7 +262,9 @@ Leaves reduce_in_step(comm::Communicator& group, const Leaves& given, ReduceOp o
   return by_dtype(floating, [&](const at::Tensor& joined, uint64_t shapes) {
     const auto wide = joined.to(at::toOpMathType(joined.scalar_type()));  // times a weight it may not fit its dtype
     const auto real = c10::toRealValueType(wide.scalar_type());
-    const auto sum = Sum::apply(wide * share.to(real), meeting, meeting->next_tag(shapes));
+    // NaN of weight 0, of no sample say, counts for nothing.
+    const auto counted = at::where(share.ne(0), wide, at::zeros({}, wide.options()));
+    const auto sum = Sum::apply(counted * share.to(real), meeting, meeting->next_tag(shapes));
     return (sum / total.to(real)).to(joined.scalar_type());
   });
 }

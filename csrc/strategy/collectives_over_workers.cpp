@@ -12,13 +12,13 @@
 #include <deque>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "comm/request.h"
 #include "comm/text_exchange.h"
 #include "core/plain_memory.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
 
@@ -37,7 +37,7 @@ Leaves beside(const Leaves& results, const std::vector<Contribution>& mine, cons
 
 // Text form of a structure's leaves: one "dtype dim size..." line each.
 std::string header_of(const Leaves& values) {
-  std::ostringstream out;
+  TextWriter out;
   for (const auto& value : values) {
     out << static_cast<int>(value.scalar_type()) << ' ' << value.dim();
     for (auto size : value.sizes()) out << ' ' << size;
@@ -49,7 +49,7 @@ std::string header_of(const Leaves& values) {
 // Without memory.
 Leaves empty_like_header(const std::string& header) {
   Leaves leaves;
-  std::istringstream in(header);
+  TextReader in(header);
   int dtype = 0;
   for (int64_t dim = 0; in >> dtype >> dim;) {
     std::vector<int64_t> sizes(static_cast<size_t>(dim));
@@ -116,17 +116,19 @@ std::vector<std::string> told(comm::Communicator& workers, const std::string& ca
 
 Headers exchange_headers(comm::Communicator& workers, const std::string& call, const std::vector<Contribution>& mine,
                          bool rows_may_differ) {
-  std::ostringstream text;
-  text << std::hexfloat;
+  TextWriter text;
   for (const auto& contribution : mine) {
-    text << contribution.weight << '\n' << contribution.values.size() << '\n' << header_of(contribution.values);
+    text << exact_text(contribution.weight) << '\n'
+         << contribution.values.size() << '\n'
+         << header_of(contribution.values);
   }
   const auto texts = told(workers, call, text.str());
   Headers headers;
   for (size_t worker = 0; worker < texts.size(); ++worker) {
-    std::istringstream in(texts[worker]);
+    TextReader in(texts[worker]);
     for (std::string line; std::getline(in, line);) {
-      headers.weights.push_back(std::strtod(line.c_str(), nullptr));
+      std::string_view weight(line);
+      headers.weights.push_back(take_number(weight));
       std::getline(in, line);
       std::string header;
       for (auto leaves = std::stoul(line); leaves > 0; --leaves) {
@@ -214,7 +216,9 @@ bool is_summed_alike(at::ScalarType dtype) {
 
 // What of `term`, of weight `weight`, is added up: of low precision in fp32, since times a weight it may not fit.
 at::Tensor weighted(const at::Tensor& term, ReduceOp op, double weight) {
-  return op == ReduceOp::mean ? term.to(at::toOpMathType(dtype_of_mean(term.scalar_type()))) * weight : term;
+  if (op != ReduceOp::mean) return term;
+  const auto wide = term.to(at::toOpMathType(dtype_of_mean(term.scalar_type())));
+  return weight == 0 ? at::zeros_like(wide) : wide * weight;  // NaN, of no sample say, counts for nothing
 }
 
 // Small leaves of one dtype as one, so that they travel at once.

@@ -1,9 +1,9 @@
 #include "strategy/explain.h"
 
 #include <iomanip>
-#include <sstream>
 
 #include "core/heap.h"
+#include "core/plain_text.h"
 #include "window/device_shares.h"
 
 namespace muster {
@@ -16,14 +16,14 @@ std::string counted(int64_t count, const std::string& what) {
 
 std::string in_bytes(int64_t bytes) {
   const bool is_large = bytes >= 1 << 20;
-  std::ostringstream out;
+  TextWriter out;
   out << std::setprecision(3) << static_cast<double>(bytes) / (is_large ? 1 << 20 : 1 << 10)
       << (is_large ? " MiB" : " KiB");
   return out.str();
 }
 
 std::string in_words(const LinkSpeed& link) {
-  std::ostringstream out;
+  TextWriter out;
   out << std::setprecision(3) << "a small reduction takes " << link.latency * 1e6 << " us here and a large one moves "
       << link.bandwidth / 1e9 << " GB/s";
   return out.str();
@@ -36,7 +36,7 @@ std::string explain(Session& session, const std::string& name) {
   const auto& groups = session.groups();
   const auto& options = session.options();
   const auto& capacities = session.capacities();
-  std::ostringstream out;
+  TextWriter out;
   out << name << ": " << counted(topology.num_replicas, "replica") << " in "
       << (topology.num_workers == 1 ? "this process" : counted(topology.num_workers, "worker")) << "; this is rank "
       << topology.rank << (session.closed() ? ", closed" : "") << '\n';

@@ -4,7 +4,6 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <string_view>
 #include <tuple>
 #include <variant>
@@ -14,6 +13,7 @@
 #include "checkpoint/snapshot_folder.h"
 #include "checkpoint/snapshot_names.h"
 #include "core/log.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 #include "strategy/telling.h"
 
@@ -109,7 +109,7 @@ std::string listed(const fs::path& folder, bool is_chief) {
 
 // Adds what a worker has.
 void read_listed(const std::string& text, int rank, OfferedSnapshots& offered) {
-  std::istringstream lines(text);
+  TextReader lines(text);
   std::string host;
   std::getline(lines, host);
   offered.hosts.push_back(host);
@@ -153,7 +153,7 @@ std::string described(const fs::path& folder, const OfferedSnapshot& snapshot, s
 }
 
 void read_described(const std::string& text, OfferedSnapshots& offered) {
-  std::istringstream lines(text);
+  TextReader lines(text);
   size_t index = 0;
   int64_t steps = 0;
   std::string lineage;

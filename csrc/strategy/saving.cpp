@@ -7,12 +7,12 @@
 #include <chrono>
 #include <iomanip>
 #include <random>
-#include <sstream>
 #include <utility>
 
 #include "checkpoint/joint_snapshot.h"
 #include "checkpoint/saved_tree.h"
 #include "checkpoint/snapshot_names.h"
+#include "core/plain_text.h"
 #include "job/job_agreement.h"
 #include "muster/error.h"
 #include "strategy/collectives.h"
@@ -267,7 +267,7 @@ checkpoint::SnapshotWriter& Saving::writer_to(const fs::path& folder, const Save
 const std::string& Saving::lineage() {
   if (!lineage_.empty()) return lineage_;
   std::random_device random;
-  std::ostringstream text;
+  TextWriter text;
   for (int i = 0; i < 2; ++i) text << std::hex << std::setw(8) << std::setfill('0') << random();
   return lineage_ = text.str();
 }

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <mutex>
-#include <sstream>
 #include <unordered_map>
 
+#include "core/plain_text.h"
 #include "muster/error.h"
 #include "muster/sharded_embedding.h"
 #include "optimizer/flat_state.h"
@@ -427,7 +427,7 @@ void Strategy::barrier() {
 }
 
 std::string Strategy::explain() const {
-  std::ostringstream out;
+  TextWriter out;
   out << muster::explain(state_->core->session(), state_->name) << "prepared: " << state_->modules.size()
       << " module(s) with " << state_->core->session().registry().num_parameters() << " parameter tensor(s), "
       << state_->optimizers.size() << " optimizer(s)\n";

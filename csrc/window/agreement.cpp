@@ -5,13 +5,13 @@
 #include <cstring>
 #include <iomanip>
 #include <set>
-#include <sstream>
 #include <type_traits>
 #include <utility>
 
 #include "comm/text_exchange.h"
 #include "core/flat_layout.h"
 #include "core/lines.h"
+#include "core/plain_text.h"
 #include "muster/error.h"
 
 namespace muster {
@@ -143,7 +143,7 @@ void Agreement::look_at_steps() {
 }
 
 std::string Agreement::describe() const {
-  std::ostringstream out;
+  TextWriter out;
   out << std::setprecision(17);
   out << "loss scale " << scale_.scale << " after " << scale_.growth_tracker << " finite steps\n";
   for (size_t s = 0; s < steps_.size(); ++s) {
@@ -180,15 +180,15 @@ void Agreement::throw_difference(comm::Communicator& workers) const {
 }
 
 std::vector<int> Agreement::compare_values(comm::Communicator& workers) const {
-  std::ostringstream mine;
+  TextWriter mine;
   for (const auto& place : written_) mine << place.optimizer << ' ' << place.parameter << '\n';
   std::set<Place> all;
   const auto lists = exchange_texts(workers, mine.str());
   for (const auto& list : lists) {
-    std::istringstream in(list);
+    TextReader in(list);
     for (Place place; in >> place.optimizer >> place.parameter;) all.insert(place);
   }
-  std::ostringstream hashes;
+  TextWriter hashes;
   for (const auto& place : all) hashes << hash_of(place) << '\n';
   const auto texts = exchange_texts(workers, hashes.str());
   const auto chiefs = lines_of(texts.front());

@@ -2,10 +2,13 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
-#include <cstdlib>
-#include <sstream>
+#include <cmath>
+#include <string_view>
 #include <utility>
 
+#include "core/lines.h"
+#include "core/log.h"
+#include "core/plain_text.h"
 #include "kernels/step_math.h"
 
 namespace muster {
@@ -34,6 +37,12 @@ NotedPart HostNumbers::note(const ReplicaPart& part) {
       replica.metrics[name].add({weight * metric.item<double>(), weight});
     }
   }
+  if (!contributes && part.crosses && !std::isfinite(loss.value.item<double>()) && !warned_of_nan_.exchange(true)) {
+    log(LogLevel::warning,
+        "a part of weight 0 has a loss that is not finite, and so has gradients that are not, which reach other "
+        "replicas through the step's collectives: the window is skipped. Let such a loss be finite: divide by at least "
+        "1, say (clamp)");
+  }
   const double share = contributes && is_mean ? weight / replica.unit : 1.0;
   const double seed = contributes ? (part.crosses ? share : 1.0) * static_cast<double>(scale_.on_host().scale) : 0.0;
   return {.seed = at::scalar_tensor(seed, loss.value.options().requires_grad(false)),
@@ -49,10 +58,10 @@ void HostNumbers::fill(const Tail& tail, size_t r) const {
 }
 
 std::string HostNumbers::metric_text(size_t replica) const {
-  std::ostringstream text;
-  text << std::hexfloat;
-  for (const auto& [name, metric] : replicas_[replica].metrics)
-    text << metric.sum << ' ' << metric.weight << ' ' << name << '\n';
+  TextWriter text;
+  for (const auto& [name, metric] : replicas_[replica].metrics) {
+    text << exact_text(metric.sum) << ' ' << exact_text(metric.weight) << ' ' << name << '\n';
+  }
   return text.str();
 }
 
@@ -67,13 +76,12 @@ void HostNumbers::read(const Tail& tail, WindowSums& sums) {
   // Added in replica order: equal on all ranks.
   std::map<std::string, Metric> totals;
   for (const auto& text : replicas_.front().metric_texts) {
-    std::istringstream lines(text);
-    std::string line;
-    while (std::getline(lines, line)) {
-      char* end = nullptr;
-      const double sum = std::strtod(line.c_str(), &end);
-      const double weight = std::strtod(end, &end);
-      totals[end + 1].add({sum, weight});
+    for (const auto& line : lines_of(text)) {
+      std::string_view rest(line);
+      const double sum = take_number(rest);
+      rest.remove_prefix(1);
+      const double weight = take_number(rest);
+      totals[std::string(rest.substr(1))].add({sum, weight});
     }
   }
   for (const auto& [name, total] : totals) sums.metrics[name] = total.sum / total.weight;

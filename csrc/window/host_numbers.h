@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -101,6 +102,7 @@ class HostNumbers {
 
   std::vector<Replica> replicas_;
   Scale scale_;
+  std::atomic<bool> warned_of_nan_{false};  // by the replicas' threads
 };
 
 }  // namespace muster

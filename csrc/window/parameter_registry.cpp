@@ -6,12 +6,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <sstream>
 #include <unordered_set>
 
 #include "comm/text_exchange.h"
 #include "core/lines.h"
 #include "core/plain_memory.h"
+#include "core/plain_text.h"
 #include "device/device.h"
 #include "embedding/row_source.h"
 #include "muster/error.h"
@@ -29,7 +29,7 @@ void describe(std::ostream& out, const char* kind, const NamedTensors& tensors) 
 }
 
 std::string describe(const ModuleTensors& module) {
-  std::ostringstream out;
+  TextWriter out;
   describe(out, "parameter", module.parameters.front());
   describe(out, "buffer", module.buffers.front());
   return out.str();
@@ -128,10 +128,10 @@ void ParameterRegistry::check_local(const ModuleTensors& module) const {
         }
       }
     }
-    std::ostringstream first;
+    TextWriter first;
     describe(first, "tensor", group->front());
     for (size_t r = 1; r < group->size(); ++r) {
-      std::ostringstream other;
+      TextWriter other;
       describe(other, "tensor", (*group)[r]);
       const auto difference = first_difference(first.str(), other.str());
       if (!difference) continue;

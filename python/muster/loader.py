@@ -320,8 +320,7 @@ class Loader(Generic[BatchT_co]):
         self._under_way = True
         self._generators.begin_pass(draws_anew=self._to_skip > 0)
         self._streams = self._next_streams()
-        self._resume = [] if self._loaded is None else self._loaded.to_resume()
-        self._loaded = None
+        self._resume, self._loaded = [] if self._loaded is None else self._loaded.to_resume(), None
         self._tasks.num_skipped, self._to_skip = self._to_skip, 0
         self._position = Position(self._tasks.num_skipped)
         leave = partial(self.progress.leave, self.progress.begin_pass())
@@ -329,7 +328,7 @@ class Loader(Generic[BatchT_co]):
         seed = epoch_seed(self._host.seed, self._index, epoch)
         batches = self._begin_pass(seed)
         # Data that is read by index passes over batches itself, and so do readers that have states.
-        is_stream = isinstance(self._loader.dataset, IterableDataset) and not self._resume
+        is_stream = isinstance(self._loader.dataset, IterableDataset)
         self._watch = None
         begun = Pass(
             Reads(
@@ -337,7 +336,8 @@ class Loader(Generic[BatchT_co]):
                 streams=self._streams,
                 batches=batches,
                 num_readers=self._num_readers,
-                to_skip=position.num_yielded if is_stream else 0,
+                to_skip=position.num_yielded if is_stream and not self._resume else 0,
+                is_stream=is_stream,
                 is_sharded=self._sharded,
                 begin=lambda: self._results(epoch, seed, batches),
                 note_advance=lambda: self._note_advance(position),
@@ -435,7 +435,7 @@ class Loader(Generic[BatchT_co]):
             collate_fn=partial(Pinnable, pins_objects=user.pin_memory) if self._pins_memory else as_is,
             pin_memory=self._pins_memory,
             timeout=user.timeout,
-            worker_init_fn=WorkerStart(user.worker_init_fn),
+            worker_init_fn=WorkerStart(user.worker_init_fn, self._sharded),
             multiprocessing_context=user.multiprocessing_context,
             generator=generator,
             prefetch_factor=user.prefetch_factor,

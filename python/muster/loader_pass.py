@@ -37,6 +37,7 @@ class Failed:
 
     error: Exception
     number: int | None = None  # as of a ReadAhead
+    ends: bool = False  # nothing comes after it
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Reads:
     num_readers: int
     to_skip: int
     """Batches of a stream that come and are passed over."""
+    is_stream: bool
     is_sharded: bool
     begin: Callable[[], Iterator[Parts | ReadBatch | Ended | Skipped]]
     """Reads from the beginning of `batches`; called again where other workers' come to them."""
@@ -102,9 +104,12 @@ class Pass(Iterator[Any]):
                 self._reads.batches.end()
             raise StopIteration
         if isinstance(batch, Failed):
-            self._ahead = None
             if of_job is not None and batch.number is not None:
                 of_job.lost(batch.number)
+            if not self._reads.is_stream:  # whose batches are counted as they come
+                self._reads.position.num_yielded += 1
+            # As torch's loaders do: who passes over an error gets what comes after it.
+            self._ahead = None if batch.ends else self._read()
             raise batch.error
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
@@ -132,7 +137,7 @@ class Pass(Iterator[Any]):
         if isinstance(parts, Exception):
             return Failed(parts, number)
         if refusal is not None or not more:
-            return None if refusal is None else Failed(refusal)
+            return None if refusal is None else Failed(refusal, ends=True)
         batch = _attempted(lambda: replace(reads.assembled(parts), number=number, read=read))
         return Failed(batch, number) if isinstance(batch, Exception) else batch
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, get_worker_info, graph_settings
 
 from muster.batch import emptied, mapped, part_sizes, pinned, rows, split
 from muster.errors import InvalidArgument
@@ -204,6 +206,9 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
     def _start(self, task: Task) -> None:
         self._iteration = task.iteration
         self._stream = AgreedStream(stream_seed(task.seed, _worker_id(), 0))
+        if isinstance(self.dataset, IterDataPipe):  # workers shuffle alike, and take shares of that
+            shared = torch.Generator().manual_seed(stream_seed(task.seed, 0, 1))
+            graph_settings.apply_random_seed(self.dataset, shared)
         num_skipped, state = task.resume[_worker_id()] if task.resume else (0, None)
         self._num_read = 0 if state is None else state.read
         self._to_skip = [False] * min(self._num_read, num_skipped)
@@ -245,15 +250,23 @@ class Pinnable:
 
 
 class WorkerStart:
-    """Runs the user's ``worker_init_fn`` as torch does, with the user's own data set in ``get_worker_info()``."""
+    """Does what torch does first in a DataLoader's worker: gives the user's own data set to ``get_worker_info()``, a
+    data pipe its share (``sharding_filter``), and calls the user's ``worker_init_fn``."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+    def __init__(self, worker_init_fn: Callable[[int], None] | None, is_sharded: bool) -> None:
+        """`is_sharded`: as of a loader, whose ranks have shares of data pipes, too."""
         self._worker_init_fn = worker_init_fn
+        has_ranks = is_sharded and dist.is_available() and dist.is_initialized()
+        self._ranks, self._rank = (dist.get_world_size(), dist.get_rank()) if has_ranks else (1, 0)
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, (IndexReader, ReadyReader, StreamReader)):
-            object.__setattr__(info, "dataset", info.dataset.dataset)
+            dataset = info.dataset.dataset
+            object.__setattr__(info, "dataset", dataset)
+            if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+                number = worker * self._ranks + self._rank
+                graph_settings.apply_sharding(dataset, info.num_workers * self._ranks, number)
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
 

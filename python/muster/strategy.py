@@ -50,7 +50,6 @@ class Strategy:
         """For subclasses: `core` was made with `options`."""
         _random.install(core.devices)
         self._core = core
-        self._devices = core.devices
         self._options = options
         this = weakref.ref(self)
         host = cast(LoaderHost, WeakHost(this))
@@ -139,7 +138,7 @@ class Strategy:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each of this process's replicas."""
-        return self._devices
+        return self._core.devices
 
     @property
     def seed(self) -> int:

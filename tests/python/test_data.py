@@ -34,6 +34,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from muster.batch import part_sizes
 from muster.errors import InvalidArgument
@@ -993,6 +994,53 @@ def test_an_error_in_reading_ahead_waits_for_its_batch(num_workers: int) -> None
             seen.append(batch.tolist())
             assert not loader.at_end
     assert seen == [[0, 1], [2, 3]]
+
+
+def passing_over_errors(loader: Loader[Tensor]) -> list[list[int]]:
+    batches, seen = iter(loader), []
+    while True:
+        try:
+            seen.append(next(batches).tolist())
+        except KeyError:
+            seen.append([])
+        except StopIteration:
+            return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_who_passes_over_an_error_gets_what_comes_after_it(num_workers: int) -> None:
+    (loader,) = Job().prepare(lambda: DataLoader(Failing(8), 2, num_workers=num_workers))
+    assert passing_over_errors(loader) == [[0, 1], [2, 3], [], [6, 7]]
+    assert loader.epoch == 1 and passing_over_errors(loader) == [[0, 1], [2, 3], [], [6, 7]]
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    with pytest.raises(KeyError):
+        next(batches)
+    assert loader.state_dict()["batches"] == 3
+    (other,) = Job().prepare(lambda: DataLoader(Failing(8), 2))
+    other.load_state_dict(loader.state_dict())
+    assert passing_over_errors(other) == [[6, 7]]
+
+
+def test_ranks_of_a_sharded_loader_pass_over_errors_each_by_itself() -> None:
+    def read(host: Host) -> list[list[int]]:
+        own = Failing(8) if host.rank == 0 else Numbers(8)
+        return passing_over_errors(Loader(DataLoader(own, 2), host, index=0, sharded=True))
+
+    seen = Job(2).run(read)
+    assert seen == [[[0, 1], [2, 3], [], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_pipes_are_shuffled_and_shared_among_workers_as_in_torch(num_workers: int) -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(IterableWrapper(range(12)).shuffle().sharding_filter(), 2, num_workers=num_workers)
+
+    (prepared,) = Job().prepare(loader)
+    first, second = ([number for batch in prepared for number in batch.tolist()] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second
 
 
 def test_an_empty_global_batch_is_refused() -> None:

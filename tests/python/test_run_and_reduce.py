@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +49,47 @@ def test_an_empty_part_gives_none_and_contributes_nothing(strategy: muster.Strat
     assert results[2] is None
     assert float(strategy.reduce(results)) == 6.0
     assert strategy.gather(results).tolist() == [5.0, 7.0]
+
+
+def test_a_mean_leaves_out_what_has_weight_0(strategy: muster.MirroredStrategy) -> None:
+    def mean_of_positive(x: Tensor) -> tuple[Tensor, int]:
+        positive = x[x > 0]
+        return positive.mean(), len(positive)
+
+    values = torch.tensor([1.0, 5.0, -1.0, 2.0])  # the second part has none
+    ((x,),) = loader_over(values, 4, strategy)
+    means = strategy.run(lambda x: mean_of_positive(x)[0], x)
+    counts = strategy.run(lambda x: mean_of_positive(x)[1], x)
+    assert float(strategy.reduce(means, "mean", weight=counts)) == pytest.approx(8 / 3)
+
+    def inside(x: Tensor) -> Tensor:
+        mean, count = mean_of_positive(x)
+        return strategy.reduce(mean, "mean", weight=float(count))
+
+    assert [float(mean) for mean in strategy.run(inside, x)] == pytest.approx([8 / 3] * 3)
+
+
+IN_GERMAN = """
+import locale
+import torch
+import muster
+locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")
+with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
+    module = torch.nn.Linear(2, 1)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.arange(10.0).view(5, 2)
+    result = strategy.step(lambda x: muster.Loss(model(x).mean(), metrics={"acc": x.mean()}), x)
+    assert {name: float(value) for name, value in result.metrics.items()} == {"acc": 4.5}, result.metrics
+    assert float(strategy.reduce(strategy.run(torch.mean, x), "mean")) == 4.5
+"""
+
+
+def test_numbers_are_the_same_in_any_locale(tmp_path: Path) -> None:
+    if shutil.which("localedef") is None or not Path("/usr/share/i18n/locales/de_DE").exists():
+        pytest.skip("no locales can be made here: apt-get install locales")
+    subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")], check=True)
+    environment = {**os.environ, "LOCPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", IN_GERMAN], env=environment, check=True)
 
 
 def test_a_sum_needs_no_part_sizes_and_a_mean_does(strategy: muster.Strategy) -> None:

@@ -413,6 +413,20 @@ def test_a_loss_that_counts_for_samples_that_were_left_out_is_told_of(
     )
 
 
+def test_a_loss_of_weight_0_that_is_not_finite_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        module = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+        def step(x: Tensor, mask: Tensor) -> Loss:
+            return Loss((model(x).square().sum(1) * mask).sum() / mask.sum(), weight=float(mask.sum()))
+
+        for _ in range(2):
+            result = strategy.step(step, torch.randn(8, 4), torch.tensor([1.0] * 4 + [0.0] * 4))
+            assert result.skipped and torch.isfinite(result.loss)
+    assert len([record for record in caplog.records if "a part of weight 0 has a loss" in record.message]) == 1
+
+
 def test_batches_that_have_time_first_are_none_of_these(caplog: pytest.LogCaptureFixture) -> None:
     def time_first(samples: list[tuple[Tensor]]) -> Tensor:
         return torch.stack([x for (x,) in samples], dim=1)

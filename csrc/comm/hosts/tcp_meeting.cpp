@@ -9,11 +9,11 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "core/plain_text.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
@@ -142,7 +142,7 @@ std::map<int, FileDescriptor> meet_over_tcp(c10d::Store& store, const TcpPlace& 
     const int peer = place.peers[i];
     if (peer > place.rank) continue;
     Listening theirs;
-    std::istringstream(texts[i]) >> theirs.address >> theirs.port >> theirs.word;
+    TextReader(texts[i]) >> theirs.address >> theirs.port >> theirs.word;
     Hello hello;
     hello.rank = place.rank;
     std::copy_n(theirs.word.begin(), std::min(kWordBytes, theirs.word.size()), hello.word.begin());

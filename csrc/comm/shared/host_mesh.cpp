@@ -4,10 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "comm/shared/control.h"
 #include "core/flat_layout.h"
+#include "core/plain_text.h"
 #include "core/wait_hook.h"
 #include "muster/error.h"
 #include "net/rendezvous.h"
@@ -43,7 +43,7 @@ std::string write(const Endpoint& endpoint) {
 
 Endpoint read(const std::string& text) {
   Endpoint endpoint;
-  std::istringstream(text) >> endpoint.socket >> endpoint.host >> endpoint.replicas;
+  TextReader(text) >> endpoint.socket >> endpoint.host >> endpoint.replicas;
   return endpoint;
 }
 
@@ -127,7 +127,7 @@ void HostMesh::meet(c10d::Store& store) {
     net::Message hello;
     const net::Deadline patience = std::min(deadline, Clock::now() + std::chrono::seconds(5));
     if (!wait_for_input(*socket, patience) || socket->receive(hello) != net::UnixSocket::Status::message) continue;
-    std::istringstream text(hello.bytes);
+    TextReader text(hello.bytes);
     std::string word;
     uint64_t job = 0;
     int worker = -1;

@@ -231,6 +231,24 @@ TEST_CASE("an error in reading is raised where the batch is asked for", "[loader
   }
 }
 
+TEST_CASE("who passes over an error in reading gets what comes after it", "[loader]") {
+  MirroredStrategy strategy(cpus(1));
+  FirstNumbers data(16);
+  data.broken = 9;
+  for (int workers : {0, 2}) {
+    auto loader =
+        strategy.prepare_loader(data.map(torch::data::transforms::Stack<>()), {.batch_size = 4, .workers = workers});
+    auto batch = loader.begin();
+    CHECK_THROWS_AS(std::advance(batch, 2), std::out_of_range);
+    CHECK(loader.state().batches == 3);
+    ++batch;
+    CHECK(numbers((*batch)[0].target) == std::vector<int64_t>{12, 13, 14, 15});
+    ++batch;
+    CHECK(batch == loader.end());
+    CHECK(loader.epoch() == 1);
+  }
+}
+
 TEST_CASE("a stream is dealt sample by sample while parts are equal", "[loader]") {
   MirroredStrategy strategy(cpus(3), {}, GENERATE(Balance::equal, Balance::automatic));
   auto loader = strategy.prepare_loader(Counting(10), {.batch_size = 8});
