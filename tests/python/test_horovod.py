@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -612,3 +613,57 @@ def objects() -> None:
 
 def test_objects(two_workers: WorkerPool) -> None:
     two_workers.call(job, objects)
+
+
+def in_inference_mode() -> None:
+    r, n = hvd.rank(), hvd.size()
+    mean, total = (n + 1) / 2, n * (n + 1) / 2
+    with torch.inference_mode():
+        assert hvd.allreduce_(torch.full((3,), r + 1.0)).tolist() == [mean] * 3
+        strided = torch.full((2, 3), r + 1.0).t()
+        assert hvd.allreduce_(strided) is strided and strided.tolist() == [[mean] * 2] * 3
+        assert hvd.allreduce_(torch.tensor([r + 1.0]), op=hvd.Product).item() == (2 if n == 2 else 6)
+        grouped = [torch.full((2,), r + 1.0), torch.tensor([r + 1])]
+        assert [each.tolist() for each in hvd.grouped_allreduce_(grouped, op=hvd.Sum)] == [[total] * 2, [total]]
+        assert hvd.broadcast_(torch.tensor([r]), 1).item() == 1
+        assert hvd.broadcast_object({"rank": r}) == {"rank": 0}
+        assert hvd.allgather_object(r) == list(range(n))
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0
+
+
+def test_tensors_of_inference_mode_are_written(two_workers: WorkerPool) -> None:
+    two_workers.call(job, in_inference_mode)
+
+
+def repeated() -> None:
+    with pytest.raises(ValueError, match=r"allreduce_ 'wide' of a tensor whose elements share memory.*clone"):
+        hvd.allreduce_(torch.ones(1).expand(3), name="wide")
+    with pytest.raises(ValueError, match=r"broadcast_ 'wide' of a tensor whose elements share memory"):
+        hvd.broadcast_(torch.ones(2, 1).expand(2, 3), 0, name="wide")
+    assert hvd.allreduce(torch.ones(1).expand(3)).tolist() == [1.0] * 3  # which is only read
+    assert hvd.allreduce_(torch.ones(3, 0).expand(3, 0)).shape == (3, 0)
+    assert hvd.allreduce_(torch.ones(1).expand(1)).tolist() == [1.0]
+
+
+def test_what_cannot_be_written_in_place_is_refused_before_the_job_fails(two_workers: WorkerPool) -> None:
+    two_workers.call(job, repeated)
+
+
+def kept_tensors() -> list[bool]:
+    """Whether what was given, written and returned lives on while the engine waits for the next operation."""
+    given = torch.ones(1000)
+    written = torch.ones(1000)
+    returned = hvd.allreduce(given)
+    handles = [hvd.allreduce_async_(written), hvd.allreduce_async(given)]
+    for handle in handles:
+        hvd.synchronize(handle)
+    known = [weakref.ref(each) for each in (given, written, returned)]
+    del given, written, returned
+    deadline = time.monotonic() + 5
+    while any(each() is not None for each in known) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [each() is not None for each in known]
+
+
+def test_tensors_end_with_their_operation(two_workers: WorkerPool) -> None:
+    assert two_workers.call(job, kept_tensors) == [[False] * 3] * 2

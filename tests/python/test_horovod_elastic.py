@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,42 @@ class Kept(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if "burnt" in record.getMessage():
             self.texts.append(record.getMessage())
+
+
+def given_up(kind: str) -> Any:
+    """What each rank raises where rank 0 alone fails, how often training began, and whether the job goes on."""
+    hvd.init()
+    state = hvd.elastic.ObjectState(batch=0)
+    begun: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        begun.append(len(begun))
+        if hvd.rank() == 0:
+            raise HorovodInternalError("of rank 0")
+        if kind == "interrupt" and len(begun) == 3:
+            raise hvd.HostsUpdatedInterrupt
+        if kind == "commit":
+            state.commit()  # which rank 0 has not come to
+        hvd.allreduce(torch.ones(1), name=f"other names, {len(begun)}")
+
+    begins = time.monotonic()
+    text = raised(train, state)
+    try:
+        return text, len(begun), time.monotonic() - begins < 20, hvd.allreduce(torch.ones(1)).item()
+    finally:
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["words", "commit", "interrupt"])
+def test_all_ranks_give_up_where_one_does(two_workers: WorkerPool, kind: str) -> None:
+    (first, *rest), (second, *others) = two_workers.call(given_up, kind)
+    assert first == "HorovodInternalError: of rank 0"
+    if kind == "interrupt":
+        assert second == "HorovodInternalError: rank 0 has failed 3 times in a row without a commit: of rank 0"
+    else:
+        assert second.startswith("HorovodInternalError: allreduce 'other names, 3'")
+    assert rest == others == [3, True, 1.0]
 
 
 def test_elastic_run_says_why_it_begins_again_and_gives_up(two_workers: WorkerPool) -> None:

@@ -202,6 +202,44 @@ def test_shutdown_of_one_rank_ends_the_others_operations(two_workers: WorkerPool
     assert "rank 1 has called hvd.shutdown()" in second
 
 
+def waits_in_vain(away: int) -> Any:
+    """What init() raises, and after how many seconds, where rank `away` does not come."""
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "2"
+    if int(os.environ["RANK"]) == away:
+        return None
+    begun = time.monotonic()
+    text = raised(hvd.init)
+    waited = time.monotonic() - begun
+    time.sleep(1)  # of rank 0, whose process has the store
+    return text, waited
+
+
+@pytest.mark.parametrize("away", [0, 2])
+def test_init_waits_as_long_as_the_variable_says(away: int) -> None:
+    for rank, found in enumerate(Ranks(3, waits_in_vain, away).results(60)):
+        if rank == away:
+            continue
+        text, waited = found
+        missing = "ranks [2] of 3 did not come" if away == 2 else f"rank {rank} cannot reach rank 0"
+        assert text.startswith(f"Timeout: {missing}") and "2 s (HOROVOD_GLOO_TIMEOUT_SECONDS)" in text
+        assert 1.9 < waited < 3.5
+
+
+def ends_while_others_wait() -> str:
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        waiting = threading.Thread(target=hvd.init, daemon=True)
+        waiting.start()
+        time.sleep(3)
+    return raised(hvd.init) if rank == 1 else ""
+
+
+def test_init_says_that_rank_0_has_ended() -> None:
+    _, text, _ = Ranks(3, ends_while_others_wait).results(60)
+    assert text.startswith("Timeout: rank 1 waits in init() for others, and rank 0") and "start all ranks again" in text
+
+
 def dies(kind: str) -> Any:
     if kind == "group":
         os.environ["HOROVOD_HOSTNAME"] = os.environ["RANK"]

@@ -39,7 +39,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -713,6 +713,105 @@ def test_batches_that_are_lists_of_samples_are_refused(collate: Any) -> None:
         trainer("muster_mirrored", devices=2).fit(Sequences(), loader)
 
 
+class Uneven(IterableDataset):
+    """Samples of which two workers give 3 and 7, so that a batch is short before the last one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        x, y = Points().data[: 3 if worker.id == 0 else 7]
+        return iter(zip(x, y, strict=True))
+
+
+def tripled(samples: Any) -> Any:
+    """Three rows for each sample."""
+    return torch.cat([x.repeat(3, 1) for x, _ in samples]), torch.cat([y.repeat(3) for _, y in samples])
+
+
+@pytest.mark.parametrize("kind", ["short before the last", "three rows a sample"])
+def test_batches_of_as_many_fields_as_samples_are_divided(kind: str) -> None:
+    results = []
+    for strategy, devices in (("muster_mirrored", 2), ("auto", 1)):
+        if kind == "three rows a sample":
+            loader = DataLoader(Points().data, batch_size=2, collate_fn=tripled)
+        else:
+            loader = DataLoader(Uneven(), batch_size=2, num_workers=2)
+        module = Descending()
+        trainer(strategy, devices=devices, max_epochs=1).fit(module, loader)
+        results.append(plain(module.state_dict()))
+    assert_same(*results, 1e-5)
+
+
+def as_list(samples: Any) -> Any:
+    return [x for x, _ in samples]
+
+
+def images(samples: Any) -> Any:
+    """A list of images of one size, and one of what is in each."""
+    return [x.expand(3, 4, 6) for x, _ in samples], [{"boxes": torch.zeros(3, 4)} for _ in samples]
+
+
+@pytest.mark.parametrize("collate", [as_list, images, as_tuples])
+def test_two_samples_of_one_size_are_refused(collate: Any) -> None:
+    loader = DataLoader(Points().data, batch_size=2, collate_fn=collate)
+    with pytest.raises(muster.InvalidArgument, match=r"of 2 items, one for each sample.*collate_fn"):
+        trainer("muster_mirrored", devices=2).fit(Sequences(), loader)
+
+
+class Foreign:
+    """Another library's loader: what a DataLoader gives, without what it says of itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(Points().data, batch_size=4))
+
+
+class Measured(Foreign):
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("loader", [Foreign, Measured])
+def test_replicas_train_on_batches_of_a_loader_that_is_no_dataloader(loader: Any) -> None:
+    results = []
+    for strategy, devices in (("muster_mirrored", 2), ("auto", 1)):
+        module, run = Descending(), trainer(strategy, devices=devices)
+        run.fit(module, loader())
+        assert run.global_step == 12
+        results.append(plain(module.state_dict()))
+    assert_same(*results, 1e-5)
+
+
+class Shaped(Descending):
+    """Logs values of `shape`."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for reduction in ("mean", "sum", "min", "max"):
+            self.log(reduction, torch.full(self.shape, 2.0), reduce_fx=reduction, on_step=True, on_epoch=False)
+        return loss
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_logged_value_may_have_dimensions_of_one(shape: Any) -> None:
+    run = trainer("muster_mirrored", devices=2, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    run.fit(Shaped(*shape), Points())
+    assert {name: value.item() for name, value in run.callback_metrics.items()} == {
+        "mean": 2.0,
+        "sum": 4.0,
+        "min": 2.0,
+        "max": 2.0,
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_logged_value_of_several_elements_is_lightnings_error(size: int) -> None:
+    with pytest.raises(ValueError, match="the tensor must have a single element"):
+        trainer("muster_mirrored", devices=2).fit(Shaped(size), Points())
+
+
 class OfTwo(Descending):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch["a"]) + self.loss(batch["b"])
@@ -799,6 +898,13 @@ def test_what_replicas_of_fabric_cannot_do_is_an_error_that_names_what_to_do(tmp
         module = nn.Linear(6, 2)
         model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
         fabric.strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch)
+        for meet, instead in ((fabric.all_gather, r"gather\(x\)"), (fabric.all_reduce, r"reduce\(x, 'sum'\)")):
+            message = rf"{meet.__name__} is between.*fabric\.strategy\.muster\.{instead}"
+            with pytest.raises(muster.InvalidArgument, match=message):
+                fabric.strategy.step(lambda x, meet=meet: meet(model(x)).sum(), batch[0])
+            with pytest.raises(muster.InvalidArgument, match=message):
+                fabric.strategy.run(lambda x, meet=meet: meet(model(x)), batch[0])
+            assert meet(torch.ones(2)).tolist() == [1.0, 1.0]
         with pytest.raises(muster.InvalidArgument, match="clip_norm"):
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
         with pytest.raises(muster.InvalidArgument, match="was called after strategy"):
@@ -1083,6 +1189,14 @@ def test_servers_train_one_model_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fitted(Classifier(), muster.lightning.ParameterServerStrategy(staleness=2), sees=False, max_epochs=4)
     assert found["steps"] == 24
     assert sum(found["losses"][-6:]) < sum(found["losses"][:6])
+
+
+def test_what_lightnings_launcher_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for make in (muster.lightning.ParameterServerStrategy, muster.lightning.FabricParameterServerStrategy):
+        with pytest.raises(muster.InvalidArgument, match=r"no rank is known.*a Trainer or Fabric.*out of os\.environ"):
+            make()
 
 
 # --- all three --------------------------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ class Pending:
     error: HorovodInternalError | None = None
 
     def finish(self, result: Any, error: HorovodInternalError | None = None) -> None:
-        """Wakes who waits for it."""
+        """Wakes who waits for it, and lets go of the tensors."""
         self.result, self.error = result, error
+        self.inputs = self.outputs = ()
         self.done.set()
 
 
@@ -164,6 +165,7 @@ class Engine:
                 ready = self._negotiation.add(codec.decode(messages))
                 self._finish(ready, executor)
                 pause = 0.0 if ready or new else min(pause + LONGEST_PAUSE / 16, LONGEST_PAUSE)
+                del new  # whose results would live until the next operation
         except Exception as error:
             self._fail(_as_internal(error))
             transport.abort(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")

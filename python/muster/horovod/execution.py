@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ class Executor:
             torch.cat([source for source, _ in batch], out=together)
             self._reduce(together, request)
             for (_, target), part in zip(batch, torch.split(together, sizes), strict=True):
-                target.copy_(part)
+                _write(target, part)
         results = iter([_stored(*final) if isinstance(final, tuple) else final for final in finals])
         for operation in operations:
             operation.result = [next(results) for _ in operation.inputs]
@@ -205,9 +206,16 @@ def _copy(given: Tensor | None, request: Request, index: int) -> Tensor:
 def _stored(tensor: Tensor, output: Tensor | None, given: Tensor | None) -> Tensor:
     """`tensor` where it is to be: in `output`, else on the device of what this rank has given."""
     if output is not None:
-        output.copy_(tensor)
+        _write(output, tensor)
         return output
     return tensor if given is None else tensor.to(given.device)
+
+
+def _write(output: Tensor, values: Tensor) -> None:
+    """In place. Tensors that a program made in inference mode can be written in that mode alone, which is each
+    thread's own."""
+    with torch.inference_mode() if output.is_inference() else nullcontext():
+        output.copy_(values)
 
 
 def _scale(tensor: Tensor, factor: float) -> None:

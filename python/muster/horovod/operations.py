@@ -328,6 +328,12 @@ def _begin(
             )
         if kind in ("allreduce", "reducescatter") and tensor.dtype not in _REDUCED:
             raise InvalidArgument(f"{kind} '{name}' of {tensor.dtype}, which nobody adds up; convert it before")
+    for output in outputs:
+        if output is not None and _shares_elements(output):
+            raise InvalidArgument(
+                f"{kind}_ '{name}' of a tensor whose elements share memory, as those of expand() do, so that it cannot "
+                "be written; give a clone() of it"
+            )
     scales = fields.get("prescale", 1.0) != 1.0 or fields.get("postscale", 1.0) != 1.0 or fields.get("op") == AVERAGE
     if scales and any(tensor.dtype == torch.bool for tensor in tensors):
         raise InvalidArgument(f"{kind} '{name}': a bool has no average, and no factors; convert it to a number first")
@@ -342,6 +348,12 @@ def _begin(
         **fields,
     )
     return begin(engine, request, tensors, outputs, finish)
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    """Whether some dimension repeats the same memory, so that torch writes nothing there."""
+    repeats = (size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and any(repeats)
 
 
 def _only(result: Sequence[Any]) -> Any:

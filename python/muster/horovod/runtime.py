@@ -17,6 +17,7 @@ from muster.horovod.requests import Request
 from muster.horovod.transport import GroupTransport, HostTransport, Transport
 from muster.horovod.world import (
     Place,
+    await_others,
     check_ranks,
     find_cluster,
     group_over,
@@ -56,6 +57,8 @@ class Runtime:
                 raise InvalidArgument(f"a process set of ranks {list(ranks)} is the global one; use global_process_set")
         self._stalls = Stalls(*stall_seconds())
         self._store = open_store(cluster, generation) if self.size > 1 else None
+        if self._store is not None:
+            await_others(self._store, cluster)
         self.job = identity_of_job(cluster)
         """As of identity_of_job()."""
         self._mutex = threading.Lock()

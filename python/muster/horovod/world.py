@@ -24,6 +24,7 @@ from muster.gloo_interface import gloo_reaches
 
 __all__ = [
     "Place",
+    "await_others",
     "check_ranks",
     "find_cluster",
     "group_over",
@@ -39,6 +40,8 @@ __all__ = [
 
 OCCUPIED = 10.0
 """Seconds that whoever has rank 0's port has to answer as a store does."""
+CONNECTING = 5.0
+"""Seconds that one attempt to reach rank 0's port may take."""
 _stores: dict[tuple[str, int], Any] = {}
 """Stores of this process by address and rank: who hosts one hosts it until the process ends."""
 
@@ -160,6 +163,29 @@ def open_store(cluster: _C.Cluster, generation: int) -> Any:
     return dist.distributed_c10d.PrefixStore(f"muster/horovod/{restart}/{generation}", _stores[key])
 
 
+def await_others(store: Any, cluster: _C.Cluster) -> None:
+    """Waits at `store`, of open_store(), until all ranks of `cluster` are there. Raises Timeout naming those that do
+    not come."""
+    keys = [f"here/{rank}" for rank in range(cluster.num_workers)]
+    try:
+        store.set(keys[cluster.rank], "")
+        store.wait(keys, timedelta(seconds=patience()))
+        return
+    except dist.DistError as error:
+        cause = error
+    try:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except dist.DistError as error:
+        raise Timeout(
+            f"rank {cluster.rank} waits in init() for others, and rank 0, at whose store ({cluster.address}) they "
+            "meet, has ended; look at what it printed, and start all ranks again"
+        ) from error
+    raise Timeout(
+        f"ranks {missing} of {cluster.num_workers} did not come to init() within {patience():g} s "
+        "(HOROVOD_GLOO_TIMEOUT_SECONDS); look at what they printed, or raise that variable where they begin later"
+    ) from cause
+
+
 def identity_of_job(cluster: _C.Cluster) -> str:
     """What all lives of a job have in common, and no other job has, where torchrun's agent hosts a store, which stays
     while processes are started again; "" elsewhere. After open_store()."""
@@ -208,12 +234,28 @@ def _connect(cluster: _C.Cluster) -> Any:
                 return make(True, patience())
             except dist.DistNetworkError:
                 return make(False, OCCUPIED)  # a strategy of this process, or a default group, has it
+        _await_listener(host, port)
         return make(False, patience())
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise Timeout(
-            f"rank {cluster.rank} cannot reach rank 0 at {cluster.address}: {str(error).splitlines()[0]}; start rank "
-            "0, and check the address and the firewall"
+            f"rank {cluster.rank} cannot reach rank 0 at {cluster.address} within {patience():g} s "
+            f"(HOROVOD_GLOO_TIMEOUT_SECONDS): {str(error).splitlines()[0]}; start rank 0, and check the address and "
+            "the firewall"
         ) from error
+
+
+def _await_listener(host: str, port: int) -> None:
+    """Waits until somebody listens there: a TCPStore would wait for twice its timeout. Raises OSError."""
+    deadline = time.monotonic() + patience()
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(min(remaining, CONNECTING), 0.1)).close()
+            return
+        except OSError:
+            if remaining <= 0:
+                raise
+        time.sleep(min(0.1, remaining))
 
 
 def group_over(store: Any, rank: int, size: int, timeout: float, address: str = "") -> Any:

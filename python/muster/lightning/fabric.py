@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,11 +18,10 @@ from lightning.fabric.wrappers import _FabricOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muster import _C
 from muster import strategy as strategies
 from muster.errors import InvalidArgument
 from muster.lightning.one_process import OneProcess
-from muster.lightning.workers import Job, Workers, check_has_one_replica
+from muster.lightning.workers import Job, Workers, check_has_one_replica, cluster_of_environment
 from muster.parameter_server import ParameterServerStrategy
 from muster.per_replica import PerReplica
 from muster.step import StepResult
@@ -41,6 +40,7 @@ class _Stepping(FabricStrategy, ABC):
     """
 
     _strategy: Strategy | None = None
+    _in_step = False
 
     @abstractmethod
     def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
@@ -72,11 +72,21 @@ class _Stepping(FabricStrategy, ABC):
             optimizers = [_optimizer_of(optimizer) for optimizer in optimizers]
         elif optimizers is not None:
             optimizers = _optimizer_of(optimizers)
-        return self.muster.step(fn, *args, optimizers=optimizers)
+        with self._stepping():
+            return self.muster.step(fn, *args, optimizers=optimizers)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> PerReplica[Any]:
         """As `muster.Strategy.run`: `fn` on each replica's part of `args`, without gradients."""
-        return self.muster.run(fn, *args)
+        with self._stepping():
+            return self.muster.run(fn, *args)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Prepares `module`."""
@@ -141,6 +151,23 @@ class FabricMirroredStrategy(OneProcess, _Stepping, SingleDeviceStrategy):
         """Replica 0's."""
         return self.parallel_devices[0] if self.parallel_devices else super().root_device
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensor, since there is one process; refused in a step, where a replica has its part of it."""
+        self._refuse_in_step("all_gather", "gather(x) joins the parts along dimension 0")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `all_gather`."""
+        self._refuse_in_step("all_reduce", "reduce(x, 'sum') adds the replicas' values")
+        return super().all_reduce(tensor, *args, **kwargs)
+
+    def _refuse_in_step(self, what: str, instead: str) -> None:
+        if self._in_step and len(self.muster.devices) > 1:
+            raise InvalidArgument(
+                f"{what} is between processes, and this one's replicas each have a part of the batch; in a step "
+                f"fabric.strategy.muster.{instead}, differentiably"
+            )
+
     def _made(self, precision: Literal["fp32", "bf16", "fp16"]) -> Strategy:
         return strategies.MirroredStrategy(self.parallel_devices, **{"precision": precision, **self._options})
 
@@ -158,7 +185,7 @@ class FabricParameterServerStrategy(Workers, _Stepping, ParallelStrategy):
     ) -> None:
         """`muster_options` are those of `muster.ParameterServerStrategy`; `accelerator`, `checkpoint_io` and
         `precision` those of Fabric's ``Strategy``."""
-        self._cluster = _C.Cluster.from_env()
+        self._cluster = cluster_of_environment()
         super().__init__(
             cluster_environment=Job(self._cluster),
             accelerator=accelerator,

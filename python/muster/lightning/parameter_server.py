@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from muster import _C
 from muster.errors import InvalidArgument, NonFinite
 from muster.lightning.layers import ConvertedLayers
 from muster.lightning.replica_steps import ReplicaSteps, check_module
-from muster.lightning.workers import Job, Workers, check_has_one_replica
+from muster.lightning.workers import Job, Workers, check_has_one_replica, cluster_of_environment
 from muster.parameter_server import ParameterServerStrategy as Servers
 from muster.step import StepResult
 
@@ -77,7 +76,7 @@ class ParameterServerStrategy(Workers, ConvertedLayers, ParallelStrategy):
         """`staleness`, and `server_options` (``patience``, ``heartbeat``, ``log_bytes``, ``seed``, ``buffers``,
         ``timeout``, ...): as of `muster.ParameterServerStrategy`. `accelerator`, `checkpoint_io` and `precision_plugin`
         are those of Lightning's ``Strategy``."""
-        self._cluster = _C.Cluster.from_env()
+        self._cluster = cluster_of_environment()
         super().__init__(
             cluster_environment=Job(self._cluster),
             accelerator=accelerator,

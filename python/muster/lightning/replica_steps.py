@@ -212,8 +212,10 @@ def _check_batch(batch: Any, loaders: Any, *, is_last: bool) -> None:
     several = members(loaders)
     if several is None:
         num_rows = _usual_rows(loaders)
+        if num_rows is None:
+            return
         may_be_short = is_last and not (isinstance(loaders.dataset, Sized) and len(loaders) == 1)
-        if num_rows is not None and not may_be_short:
+        if not may_be_short:
             _refuse_samples(batch, num_rows, "the batch")
         return
     of_each = [agreeing_rows(member) for _, member in members(batch) or ()]
@@ -227,7 +229,7 @@ def _check_batch(batch: Any, loaders: Any, *, is_last: bool) -> None:
 def _refuse_samples(node: Any, num_rows: int, path: str) -> None:
     if is_sequence(node) and len(node) == num_rows > 1 and not is_column(node):
         rows_of_items = {agreeing_rows(item) for item in node}
-        if num_rows not in rows_of_items:
+        if num_rows not in rows_of_items and not _are_fields(node):
             raise InvalidArgument(
                 f"{path} is a {type(node).__name__} of {num_rows} items, one for each sample it seems, and a step "
                 "divides tensors, along their first dimension; stack or pad them in the loader's collate_fn, or use "
@@ -235,6 +237,14 @@ def _refuse_samples(node: Any, num_rows: int, path: str) -> None:
             )
     for step, member in members(node) or ():
         _refuse_samples(member, num_rows, path + step)
+
+
+def _are_fields(items: Sequence[Any]) -> bool:
+    """Whether they are the tensors of a batch that has as many of them as its loader's batches usually have samples:
+    all have the same rows, and they differ in what a row is, as those of samples seldom do."""
+    if not all(isinstance(item, Tensor) and item.dim() > 0 for item in items):
+        return False
+    return len({len(item) for item in items}) == 1 and len({(item.dtype, item.shape[1:]) for item in items}) > 1
 
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -289,7 +299,10 @@ def _merged_call(calls: Sequence[dict[str, Any]], parts: Sequence[_Part], usual_
             f"self.log('{name}', metric): each replica has a metric of its own, with its part of the batch; log a "
             "tensor instead, update the metric in on_train_batch_end, or use strategy='muster_ddp'"
         )
-    values = torch.stack([torch.as_tensor(call["value"], dtype=torch.get_default_dtype()) for call in calls])
+    of_parts = [torch.as_tensor(call["value"], dtype=torch.get_default_dtype()) for call in calls]
+    if any(value.numel() != 1 for value in of_parts):
+        return calls[0]  # which Lightning refuses
+    values = torch.stack([value.reshape(()) for value in of_parts])
     num_rows, given_sizes = [part.num_rows for part in parts], [call.get("batch_size") for call in calls]
     # One number for all parts is of the whole batch where that has, or usually has, as many samples; 1 counts batches.
     of_batch = {1, sum(num_rows), usual_rows}

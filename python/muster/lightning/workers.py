@@ -19,11 +19,25 @@ from muster.addresses import host_and_port, host_of
 from muster.errors import InvalidArgument
 from muster.parameter_server import ParameterServerStrategy
 
-__all__ = ["Job", "Workers", "check_has_one_replica"]
+__all__ = ["Job", "Workers", "check_has_one_replica", "cluster_of_environment"]
 
 T = TypeVar("T")
 
 _NAMES_OF_OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+def cluster_of_environment() -> _C.Cluster:
+    """The job as variables describe it. Raises InvalidArgument, which names what Lightning leaves of them: it sets two
+    for the rank of its own launcher, and keeps them when that has ended."""
+    try:
+        return _C.Cluster.from_env()
+    except InvalidArgument as error:
+        if "no rank is known" not in str(error):
+            raise
+        raise InvalidArgument(
+            f"{error}; if a Trainer or Fabric of this process set both, as with strategy='muster_ddp' or 'ddp', train "
+            "with servers in a process of its own, or take both out of os.environ before"
+        ) from error
 
 
 def check_has_one_replica(options: dict[str, Any], name: str) -> None:

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_FAILURES = 3
-"""How often an error may come in a row, without a commit in between, until it is raised."""
+"""How often errors may come in a row, without a commit of rank 0's in between, until they are raised."""
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -30,9 +30,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     HOROVOD_GLOO_TIMEOUT_SECONDS, unless their launcher ends them first, and a launcher that starts all again (torchrun
     --max-restarts) lets them go on from what commit() has kept in MUSTER_COMMITS.
 
-    Each restart is a warning of the logger "muster", with the error. An error that a restart does not mend is raised:
-    that ranks disagree about a tensor, that a name is under way already, and one that has come 3 times in a row without
-    a commit in between.
+    Each restart is a warning of the logger "muster", with the error. Errors that a restart does not mend are raised:
+    that ranks disagree about a tensor, that a name is under way already, and, on all ranks, whatever failed for the
+    third time in a row without a commit in between. Ranks meet before they give up, so that none waits for another; the
+    state is that of the last commit then.
     """
 
     @functools.wraps(func)
@@ -47,20 +48,33 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             except InvalidOperation:
                 raise
             except HorovodInternalError as error:
-                if state.count_failure(error) == MAX_FAILURES:
-                    raise
-                _warn("from the last commit", error)
+                cause: Exception = error
+                if state.count_failure() < MAX_FAILURES:
+                    _warn("from the last commit", error)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
+                cause = interrupt
                 _warn("from the state as it is", interrupt)
                 state.save()
                 skip_sync = interrupt.skip_sync
             shutdown()
             init()
+            _go_on_or_raise(state, cause)
+            del cause  # whose frames keep tensors of the call that failed
             state.on_reset()
 
     return wrapper
+
+
+def _go_on_or_raise(state: State, error: Exception) -> None:
+    """Collective: raises `error` of this rank where all ranks give up."""
+    number, text = state.agree_on_failures(error)
+    if number < MAX_FAILURES:
+        return
+    if isinstance(error, HorovodInternalError):
+        raise error
+    raise HorovodInternalError(f"rank 0 has failed {MAX_FAILURES} times in a row without a commit: {text}") from error
 
 
 def _warn(where: str, error: Exception) -> None:

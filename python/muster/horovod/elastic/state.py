@@ -33,7 +33,7 @@ class State:
         self._bcast_object = bcast_object
         self._get_rank = get_rank or (lambda: running().rank)
         self._reset_callbacks: list[Callable[[], None]] = []
-        self._failure = ("", 0)
+        self._failures = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Has `callbacks` called after ranks have met again, before the state is synchronized."""
@@ -48,17 +48,22 @@ class State:
     def commit(self) -> None:
         """Keeps the state as it is: in memory, and on rank 0 in the folder MUSTER_COMMITS, where that is set."""
         self.save()
-        self._failure = ("", 0)
+        self._failures = 0
         self.check_host_updates()
         folder = os.environ.get("MUSTER_COMMITS")
         if folder and self._get_rank() == 0:
             _write(Path(folder), {"job": _job(), "state": self.kept()})
 
-    def count_failure(self, error: Exception) -> int:
-        """How often `error` has come, with this time: in a row, and without a commit in between."""
-        text, number = self._failure
-        self._failure = str(error), number + 1 if str(error) == text else 1
-        return self._failure[1]
+    def count_failure(self) -> int:
+        """How often training has failed since the last commit, with this time."""
+        self._failures += 1
+        return self._failures
+
+    def agree_on_failures(self, error: Exception) -> tuple[int, str]:
+        """Collective, after each rank's `error`: how often training has failed since the last commit of rank 0, from
+        which all would go on, and rank 0's error. Other ranks may have failed before that commit."""
+        self._failures, text = broadcast_object((self._failures, str(error)), name="hvd.elastic.run")
+        return self._failures, text
 
     def check_host_updates(self) -> None:
         """Without effect: nobody tells of hosts that come and go."""
