@@ -76,19 +76,21 @@ std::filesystem::path PartTask::write_and_finish(const Metadata& metadata, std::
 }
 
 void PartTask::write_and_place(std::chrono::milliseconds patience) const {
-  bool is_placed = false;
+  std::map<std::string, std::string> manifests;
   try {
-    is_placed = write_placed(patience);
+    manifests = write_placed(patience);
   } catch (const std::exception& error) {
     drop_draft(draft);
     tell_failure(error.what());
     throw;
   }
-  if (is_placed) remove_placed_parts(draft.parent_path(), oldest, lineage, options.secret);
+  if (manifests.empty()) return;
+  WordOfHost(store, writer, patience).tell_parts(std::move(manifests));
+  remove_placed_parts(draft.parent_path(), oldest, lineage, options.secret);
 }
 
-// False where another writer of the host has failed, which says so itself.
-bool PartTask::write_placed(std::chrono::milliseconds patience) const {
+// The manifests of the host's parts, by writer; none where another writer of the host has failed, which says so itself.
+std::map<std::string, std::string> PartTask::write_placed(std::chrono::milliseconds patience) const {
   std::exception_ptr failure;
   std::exception_ptr theirs;
   {
@@ -109,13 +111,12 @@ bool PartTask::write_placed(std::chrono::milliseconds patience) const {
   if (theirs) {
     drop_draft(draft);
     tell_failure(reason_of(theirs));
-    return false;
+    return {};
   }
   std::map<std::string, std::string> manifests;
   for (const auto& name : writers()) manifests.emplace(name, part_text(draft, name));
   place_parts(draft, writers());
-  WordOfHost(store, writer).tell_parts(manifests);
-  return true;
+  return manifests;
 }
 
 void PartTask::tell_failure(const std::string& reason) const noexcept {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,7 +41,7 @@ struct PartTask {
 
  private:
   std::vector<std::string> writers() const;
-  bool write_placed(std::chrono::milliseconds patience) const;
+  std::map<std::string, std::string> write_placed(std::chrono::milliseconds patience) const;
 };
 
 }  // namespace muster::checkpoint

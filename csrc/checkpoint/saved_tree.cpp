@@ -85,7 +85,16 @@ class Encoder {
     return std::string(R"({"float":")") + (std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf") + "\"}";
   }
   static std::string text_of(const std::string& value, const std::string&) { return json_string(value); }
-  static std::string text_of(const SavedValue::LargeInteger& value, const std::string&) { return value.digits; }
+  static std::string text_of(const SavedValue::LargeInteger& value, const std::string& path) {
+    constexpr size_t kMostDigits = 3010;  // of 10,000 bits: what Python saves and reads
+    std::string_view digits = value.digits;
+    if (digits.starts_with('-')) digits.remove_prefix(1);
+    const bool is_one = !digits.empty() && digits.size() <= kMostDigits && digits[0] != '0' &&
+                        digits.find_first_not_of("0123456789") == std::string_view::npos;
+    if (is_one) return value.digits;
+    throw InvalidArgument("'" + path + "' is '" + value.digits.substr(0, 80) + "', which is no integer of up to " +
+                          std::to_string(kMostDigits) + " digits");
+  }
 
   std::string text_of(const at::Tensor& tensor, const std::string& path) {
     std::string name = path;

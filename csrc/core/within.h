@@ -10,12 +10,13 @@
 #include <utility>
 
 #include "core/make_thread.h"
+#include "muster/error.h"
 
 namespace muster {
 
-/// What `call` gives in a thread of its own, or nothing where that takes longer than `patience`: the thread, and what
-/// `call` owns, are left to themselves then. Throws what `call` throws, and E where the system gives no thread;
-/// `purpose` is as of make_thread.
+/// What `call` gives in a thread of its own, or nothing where that takes longer than `patience`: the thread is left to
+/// itself then, perhaps until the process has ended, so that `call` owns all that it uses. Throws what `call` throws,
+/// and E where the system gives no thread; `purpose` is as of make_thread.
 template <class E = CommError, class F>
 std::optional<std::invoke_result_t<F&>> within(std::chrono::milliseconds patience, const std::string& purpose, F call) {
   std::promise<std::invoke_result_t<F&>> answer;

@@ -85,6 +85,11 @@ struct LoaderCore::State {
   bool is_dealt() const { return job.division == Division::none && !options.sharded; }
   bool is_shared() const { return job.division == Division::live_workers && !options.sharded && !is_stream; }
 
+  // A stream's next batch is nobody's to know, and of other data all ranks read parts.
+  bool goes_on_after_errors() const {
+    return !is_stream && (options.sharded || is_dealt() || job.topology.num_workers == 1);
+  }
+
   int64_t batches() const {
     if (is_stream) return std::numeric_limits<int64_t>::max();
     const auto n = static_cast<int64_t>(samples);
@@ -317,9 +322,14 @@ bool LoaderCore::advance() {
   }
   if (s.ahead.error) {
     const auto error = std::exchange(s.ahead.error, nullptr);
-    if (pass && s.ahead.number >= 0) pass->lost(s.ahead.number);
-    if (!s.is_stream) ++s.place->yielded;  // a stream's batches are counted as they come
-    s.look_ahead();                        // for who passes over the error
+    const bool is_of_a_batch = s.ahead.number >= 0;
+    if (pass && is_of_a_batch) pass->lost(s.ahead.number);
+    if (is_of_a_batch && s.goes_on_after_errors()) {
+      ++s.place->yielded;  // who goes on from here does so behind it
+      s.look_ahead();
+    } else {
+      s.end();
+    }
     std::rethrow_exception(error);
   }
   if (!s.more_ahead) {

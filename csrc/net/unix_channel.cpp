@@ -174,7 +174,7 @@ class UnixChannel final : public Channel {
 
   // Until all of it is sent nothing else can be.
   void begin_frame() {
-    if (is_in_frame_) fail("a connection ended in the middle of a frame");
+    if (is_in_frame_) fail("nothing more can be sent on a connection on which a frame was cut");
     is_in_frame_ = true;
   }
 

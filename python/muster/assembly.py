@@ -28,7 +28,10 @@ class Assembly:
         self._copies = CopyStreams()
 
     def assembled(self, parts: Parts | None) -> ReadAhead:
-        """The batch of these parts on their devices; of empty ones for None."""
+        """The batch of these parts on their devices; of empty ones for None. Raises InvalidArgument where none came
+        that they could be modelled on, since the first ones could not be read."""
+        if parts is None and self._empty is _END:
+            raise self._refusal("this")
         values, counts = ([self._empty] * self._num_local, [0] * self._num_local) if parts is None else parts
         if self._is_sharded and self._empty is _END:
             self._empty = emptied(values[0], -1 if counts[0] is None else counts[0])
@@ -50,7 +53,11 @@ class Assembly:
         missing = needs_empty and self._empty is _END
         if not self._host.any_has_more(missing):
             return None
+        return self._refusal("this" if missing else "another")
+
+    @staticmethod
+    def _refusal(whose: str) -> InvalidArgument:
         return InvalidArgument(
-            f"{'this' if missing else 'another'} worker's loader (sharded=True) has never had a batch to model its "
-            "empty parts on while others have data; give every worker at least one batch in its first epoch"
+            f"{whose} worker's loader (sharded=True) has never had a batch to model its empty parts on while others "
+            "have data; give every worker at least one batch in its first epoch"
         )

@@ -67,7 +67,7 @@ from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, PassWatch, Reads
 from muster.position import Position, Yielded
-from muster.reader import Ended, LocalParts, Parts, Pinnable, Skipped, Task, WorkerStart, as_is, reader_of
+from muster.reader import Ended, LocalParts, Parts, Pinnable, Skipped, Task, Unread, WorkerStart, as_is, reader_of
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
 from muster.tasks import DealtBatches, SharedBatches, Tasks, is_read_by_index
@@ -337,7 +337,7 @@ class Loader(Generic[BatchT_co]):
                 batches=batches,
                 num_readers=self._num_readers,
                 to_skip=position.num_yielded if is_stream and not self._resume else 0,
-                is_stream=is_stream,
+                goes_on=self._local_parts.num_local == self._local_parts.num_parts,
                 is_sharded=self._sharded,
                 begin=lambda: self._results(epoch, seed, batches),
                 note_advance=lambda: self._note_advance(position),
@@ -394,7 +394,7 @@ class Loader(Generic[BatchT_co]):
 
     def _results(
         self, epoch: int, seed: int, batches: DealtBatches | SharedBatches | None
-    ) -> Iterator[Parts | ReadBatch | Ended | Skipped]:
+    ) -> Iterator[Parts | ReadBatch | Ended | Skipped | Unread]:
         self._iterations += 1
         self._tasks.current = Task(self._iterations, epoch, seed, resume=self._resume)
         self._tasks.batches = batches
@@ -435,7 +435,7 @@ class Loader(Generic[BatchT_co]):
             collate_fn=partial(Pinnable, pins_objects=user.pin_memory) if self._pins_memory else as_is,
             pin_memory=self._pins_memory,
             timeout=user.timeout,
-            worker_init_fn=WorkerStart(user.worker_init_fn, self._sharded),
+            worker_init_fn=WorkerStart(user, self._sharded),
             multiprocessing_context=user.multiprocessing_context,
             generator=generator,
             prefetch_factor=user.prefetch_factor,

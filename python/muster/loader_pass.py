@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from muster.copies import Arrival
 from muster.errors import InvalidArgument
 from muster.position import Position
-from muster.reader import Ended, Parts, Skipped
+from muster.reader import Ended, Parts, Skipped, Unread
 from muster.stream_states import ReadBatch, StreamStates
 from muster.tasks import DealtBatches, SharedBatches
 
@@ -37,7 +37,7 @@ class Failed:
 
     error: Exception
     number: int | None = None  # as of a ReadAhead
-    ends: bool = False  # nothing comes after it
+    ends: bool = False  # the pass
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Reads:
     num_readers: int
     to_skip: int
     """Batches of a stream that come and are passed over."""
-    is_stream: bool
+    goes_on: bool
+    """Whether it does behind a batch that could not be read: where no other rank has parts of the same batches."""
     is_sharded: bool
-    begin: Callable[[], Iterator[Parts | ReadBatch | Ended | Skipped]]
+    begin: Callable[[], Iterator[Parts | ReadBatch | Ended | Skipped | Unread]]
     """Reads from the beginning of `batches`; called again where other workers' come to them."""
     note_advance: Callable[[], None]
     """Another batch was asked for."""
@@ -106,10 +107,9 @@ class Pass(Iterator[Any]):
         if isinstance(batch, Failed):
             if of_job is not None and batch.number is not None:
                 of_job.lost(batch.number)
-            if not self._reads.is_stream:  # whose batches are counted as they come
-                self._reads.position.num_yielded += 1
-            # As torch's loaders do: who passes over an error gets what comes after it.
-            self._ahead = None if batch.ends else self._read()
+            self._ahead = None
+            if self._reads.goes_on and not batch.ends:
+                self._pass_over(batch)
             raise batch.error
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
@@ -122,12 +122,20 @@ class Pass(Iterator[Any]):
             arrival.join()
         return batch.value
 
+    def _pass_over(self, failed: Failed) -> None:
+        """As torch's loaders do: who catches the error gets what comes after it."""
+        self._reads.position.num_yielded += 1
+        try:
+            self._ahead = self._read()
+        except Exception as error:
+            raise error from failed.error
+
     def _read(self, *, first: bool = False) -> ReadAhead | Failed | None:
         """The next batch, what went wrong in reading it, or None at the end. An error waits until it is asked for."""
         reads = self._reads
         found = _attempted(self._next_parts)
         read = found if isinstance(found, ReadBatch) else None
-        parts = found.parts if isinstance(found, ReadBatch) else found
+        parts = found.parts if isinstance(found, ReadBatch) else found.error if isinstance(found, Unread) else found
         more = parts is not None
         refusal = None
         if reads.is_sharded:
@@ -135,13 +143,13 @@ class Pass(Iterator[Any]):
             refusal = reads.refusal(parts is None) if more and first else None
         number = None if reads.batches is None or parts is None else reads.batches.numbers.of(parts)
         if isinstance(parts, Exception):
-            return Failed(parts, number)
+            return Failed(parts, number, ends=not isinstance(found, Unread))
         if refusal is not None or not more:
             return None if refusal is None else Failed(refusal, ends=True)
         batch = _attempted(lambda: replace(reads.assembled(parts), number=number, read=read))
-        return Failed(batch, number) if isinstance(batch, Exception) else batch
+        return Failed(batch, number, ends=parts is None) if isinstance(batch, Exception) else batch
 
-    def _next_parts(self) -> Parts | ReadBatch | None:
+    def _next_parts(self) -> Parts | ReadBatch | Unread | None:
         while len(self._ended) < self._reads.num_readers:
             result = next(self._results, None)
             if result is None:

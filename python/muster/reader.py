@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, get_worker_info, graph_settings
+from torch._utils import ExceptionWrapper
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    get_worker_info,
+    graph_settings,
+)
 
 from muster.batch import emptied, mapped, part_sizes, pinned, rows, split
 from muster.errors import InvalidArgument
@@ -29,6 +38,7 @@ __all__ = [
     "Pinnable",
     "Skipped",
     "Task",
+    "Unread",
     "WorkerStart",
     "as_is",
     "indices_of",
@@ -36,6 +46,7 @@ __all__ = [
 ]
 
 Parts = tuple[list[Any], list[int | None]]
+_T = TypeVar("_T")
 _END = object()
 
 
@@ -102,7 +113,37 @@ class Skipped:
     """In place of a batch that a stream passed over."""
 
 
-class IndexReader(Dataset[Parts]):
+@dataclass(frozen=True)
+class Unread:
+    """In place of a batch that could not be read, or collated. The one after it may be asked for."""
+
+    failure: Any
+    """The error, or in a DataLoader's worker torch's ExceptionWrapper of it, which another process gets."""
+
+    @property
+    def error(self) -> Exception:
+        """As a DataLoader raises it."""
+        if not isinstance(self.failure, ExceptionWrapper):
+            return cast(Exception, self.failure)
+        raised: list[Exception] = []
+        try:
+            self.failure.reraise()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raised.append(error)
+        return raised[0]
+
+
+def _tried(read: Callable[[], _T]) -> _T | Unread:
+    try:
+        return read()
+    except Exception as error:
+        info = get_worker_info()
+        if info is None:
+            return Unread(error)
+        return Unread(ExceptionWrapper(where=f"in DataLoader worker process {info.id}"))  # type: ignore[no-untyped-call]
+
+
+class IndexReader(Dataset[Parts | Unread]):
     """Reads samples by index; a task's index is a global batch's indices, as `LocalParts.cut` leaves them."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], local_parts: LocalParts) -> None:
@@ -110,8 +151,10 @@ class IndexReader(Dataset[Parts]):
         self._collate = collate
         self._local_parts = local_parts
 
-    def __getitem__(self, task: Task) -> Parts:
-        indices, model = task.index
+    def __getitem__(self, task: Task) -> Parts | Unread:
+        return _tried(lambda: self._parts(*task.index))
+
+    def _parts(self, indices: Sequence[Any], model: Any) -> Parts:
         empty = None if model is None else emptied(self._collate(self._samples(model)), 1)
         parts = [self._collate(self._samples(part)) if len(part) else empty for part in indices]
         return parts, [len(part) for part in indices]
@@ -122,7 +165,7 @@ class IndexReader(Dataset[Parts]):
         return [self.dataset[index] for index in indices]
 
 
-class ReadyReader(Dataset[Parts]):
+class ReadyReader(Dataset[Parts | Unread]):
     """Reads items that are batches already (``batch_size=None``) and divides them by their rows."""
 
     def __init__(self, dataset: Any, convert: Callable[[Any], Any], local_parts: LocalParts) -> None:
@@ -130,11 +173,11 @@ class ReadyReader(Dataset[Parts]):
         self._convert = convert
         self._local_parts = local_parts
 
-    def __getitem__(self, task: Task) -> Parts:
-        return _divided(self._convert(self.dataset[task.index]), self._local_parts, task.capacities)
+    def __getitem__(self, task: Task) -> Parts | Unread:
+        return _tried(lambda: _divided(self._convert(self.dataset[task.index]), self._local_parts, task.capacities))
 
 
-class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
+class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped | Unread]):
     """Reads an iterable data set: from the global batch's samples, j goes to part j modulo the number of parts;
     with capacities, parts are contiguous.
 
@@ -166,7 +209,7 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
         self._iterator: Iterator[Any] = iter(())
         self._stream = AgreedStream(0)
 
-    def __getitem__(self, task: Task) -> Parts | ReadBatch | Ended | Skipped:
+    def __getitem__(self, task: Task) -> Parts | ReadBatch | Ended | Skipped | Unread:
         if task.iteration != self._iteration:
             self._start(task)
         is_skipped = task.is_skipped
@@ -183,9 +226,9 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
         self._num_read += 1
         if is_skipped:
             return Skipped()
-        parts = self._parts(samples, task)
         if self._snapshot_every == 0:
-            return parts
+            return _tried(lambda: self._parts(samples, task))
+        parts = self._parts(samples, task)
         is_due = self._num_read % self._snapshot_every == 0
         state = None
         if is_due or len(samples) < size:
@@ -224,7 +267,7 @@ class StreamReader(Dataset[Parts | ReadBatch | Ended | Skipped]):
 class Pinnable:
     """What a reader gave, for a DataLoader that pins memory: torch's own walk would make lists of its tuples."""
 
-    result: Parts | ReadBatch | Ended | Skipped
+    result: Parts | ReadBatch | Ended | Skipped | Unread
     pins_objects: bool
     """Whether objects that are no structure, and have `pin_memory`, are asked for it, as torch does."""
 
@@ -233,7 +276,7 @@ class Pinnable:
         result = self.result
         if isinstance(result, ReadBatch):
             return Pinnable(result._replace(parts=self._pinned(result.parts)), self.pins_objects)
-        if isinstance(result, (Ended, Skipped)):
+        if isinstance(result, (Ended, Skipped, Unread)):
             return self
         return Pinnable(self._pinned(result), self.pins_objects)
 
@@ -253,11 +296,14 @@ class WorkerStart:
     """Does what torch does first in a DataLoader's worker: gives the user's own data set to ``get_worker_info()``, a
     data pipe its share (``sharding_filter``), and calls the user's ``worker_init_fn``."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None, is_sharded: bool) -> None:
-        """`is_sharded`: as of a loader, whose ranks have shares of data pipes, too."""
-        self._worker_init_fn = worker_init_fn
+    def __init__(self, loader: DataLoader[Any], is_sharded: bool) -> None:
+        """`loader`: the user's. `is_sharded`: as of a prepared one, whose ranks have shares of data pipes, too; without
+        workers this gives this rank its own."""
+        self._worker_init_fn = loader.worker_init_fn
         has_ranks = is_sharded and dist.is_available() and dist.is_initialized()
         self._ranks, self._rank = (dist.get_world_size(), dist.get_rank()) if has_ranks else (1, 0)
+        if loader.num_workers == 0 and isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+            graph_settings.apply_sharding(loader.dataset, self._ranks, self._rank)
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()

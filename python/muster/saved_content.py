@@ -122,7 +122,8 @@ class SavedContent:
     # --- what is put back ---
 
     def compare(self, saved: dict[str, Any]) -> None:
-        """Raises LayoutMismatch, before anything is put back, where `saved` is of other objects."""
+        """Raises LayoutMismatch, before anything is put back, where `saved` is of other objects. Its tables are placed,
+        for put_back()."""
         saved["tables"] = self._tables.place(saved, self._preparation.modules)
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
         loaders = self._preparation.loaders

@@ -28,6 +28,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -1030,6 +1031,52 @@ def test_ranks_of_a_sharded_loader_pass_over_errors_each_by_itself() -> None:
 
     seen = Job(2).run(read)
     assert seen == [[[0, 1], [2, 3], [], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
+
+
+def test_a_rank_whose_first_batches_cannot_be_read_has_no_empty_ones() -> None:
+    def read(host: Host) -> list[Any]:
+        own = Subset(Failing(8), [4]) if host.rank == 0 else Numbers(2)
+        batches = iter(Loader(DataLoader(own, 1), host, index=0, sharded=True))
+        if host.rank == 1:
+            return [next(batches).tolist()]
+        with pytest.raises(KeyError):
+            next(batches)
+        with pytest.raises(InvalidArgument, match="never had a batch to model"):
+            next(batches)
+        return list(batches)
+
+    assert Job(2).run(read) == [[], [[0]]]
+
+
+def test_other_errors_end_the_pass_and_count_no_batch() -> None:
+    class Once(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            raise KeyError("the sampler")
+
+        def __len__(self) -> int:
+            return 8
+
+    (loader,) = Job().prepare(lambda: DataLoader(Numbers(8), 2, sampler=Once()))
+    assert passing_over_errors(loader) == [[0, 1], [2, 3], []]
+    (first, _) = Job(2).prepare(lambda: DataLoader(Failing(8), 2))  # of whose batches each rank has a part
+    assert passing_over_errors(first) == [[0], [2], []]
+
+
+def test_a_batch_of_a_stream_that_cannot_be_collated_counts() -> None:
+    def collate(numbers: list[int]) -> Tensor:
+        if 2 in numbers:
+            raise KeyError("2")
+        return torch.tensor(numbers)
+
+    (loader,) = Job().prepare(lambda: DataLoader(Stream(8), 2, collate_fn=collate))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(KeyError):
+        next(batches)
+    (other,) = Job().prepare(lambda: DataLoader(Stream(8), 2, collate_fn=collate))
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == [[4, 5], [6, 7]] == [batch.tolist() for batch in batches]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -68,7 +68,7 @@ class Processes:
             try:
                 state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
                 environment = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             wanted = {self._mark.encode(), variable.encode()} - {b""}

@@ -42,7 +42,7 @@ struct LoaderOptions {
 /// Where a loop over a loader is, for a job that is started again. A value.
 struct LoaderState {
   int64_t epoch = 0;    ///< as Loader::epoch
-  int64_t batches = 0;  ///< of the pass under way, that were yielded
+  int64_t batches = 0;  ///< of the pass under way, that were yielded, or passed over since they could not be read
 
   /// Whether both are equal.
   bool operator==(const LoaderState&) const = default;
@@ -184,6 +184,8 @@ class Loader {
     Iterator(Loader* loader, std::shared_ptr<void> pass) : loader_(loader), pass_(std::move(pass)) { ++*this; }
     reference operator*() const { return loader_->current_; }
     pointer operator->() const { return &loader_->current_; }
+    /// The next batch. What reading it threw is thrown here; where no other worker has parts of it, another ++ goes on
+    /// behind it (data that is read by index).
     Iterator& operator++() {
       if (!loader_->advance()) *this = {};
       return *this;

@@ -30,7 +30,7 @@ struct ServerOptions {
   /// long as they give signs of life.
   bool takeover = false;
 
-  /// Throws InvalidArgument where staleness or log_bytes is negative, and patience or heartbeat not above 0.
+  /// Throws InvalidArgument where staleness or log_bytes is negative, and patience or heartbeat not in [0.01, 86400].
   void validate() const;
 };
 

@@ -31,7 +31,7 @@ class SavedValue {
   using Dict = std::map<std::string, SavedValue>;
   /// A Python program's integer that does not fit into an int64_t; C++ programs hand it on.
   struct LargeInteger {
-    std::string digits;  ///< decimal, with its sign where that is negative
+    std::string digits;  ///< decimal, with its sign where that is negative; at most 3010, or save() refuses them
   };
   /// A Python program's tuple; C++ programs hand it on.
   struct Tuple {

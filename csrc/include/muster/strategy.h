@@ -280,7 +280,8 @@ class Strategy {
   /// what they alone wrote. Prepare what was prepared then, in the same order, before; with parameter servers load
   /// before the first step. Collective, but in a worker that joins a running job, whose state the servers have.
   /// Throws LayoutMismatch naming the first difference, before anything is loaded, and CheckpointError where no
-  /// checkpoint is good, and where the one that is named is not, or is not there.
+  /// checkpoint is good, and where the one that is named is not, or is not there; what one worker finds wrong is thrown
+  /// on all.
   std::optional<SavedState> load(const std::filesystem::path& folder);
 
   /// Who takes part and how, in plain words.

@@ -265,14 +265,18 @@ void ServerCore::resume(Session& session, const Resume& request) {
       log(LogLevel::warning, "parameter server " + std::to_string(index_) + " goes back to its snapshot of step " +
                                  std::to_string(request.step) + ": not all servers have what came after");
     }
-    snapshots_.remove_after(request.step);
-    snapshots_.forget_trouble();
-    shard->drop_all();
-    shard->commands().open(request.step);
-    cuts_.go_on_after(request.step);
     {
       const Lock lock(mutex_);
       check_job(session);
+    }
+    snapshots_.remove_after(request.step);
+    snapshots_.forget_trouble();
+    shard->drop_all();
+    {
+      const Lock lock(mutex_);
+      check_job(session);
+      shard->commands().open(request.step);
+      cuts_.go_on_after(request.step);
       quorum_.begin_at(request.step);  // which the snapshot is to know
       job_.is_told = true;             // likewise
     }

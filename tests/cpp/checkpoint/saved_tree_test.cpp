@@ -48,6 +48,9 @@ TEST_CASE("integers that only Python has are handed on", "[checkpoint]") {
     CHECK(encode_tree(value).document == "[" + digits + "]");
     CHECK_THROWS_WITH(value.get<List>()[0].get<int64_t>(), ContainsSubstring("more than 64 bits"));
   }
+  for (const std::string digits : {"", "-", "x", "01", "1.5", "- 1"}) {
+    CHECK_THROWS_AS(encode_tree(Dict{{"seed", SavedValue::LargeInteger{digits}}}), InvalidArgument);
+  }
   CHECK(decoded("-9223372036854775808").get<int64_t>() == std::numeric_limits<int64_t>::min());
 }
 
