@@ -1090,6 +1090,16 @@ def test_data_pipes_are_shuffled_and_shared_among_workers_as_in_torch(num_worker
     assert sorted(first) == sorted(second) == list(range(12)) and first != second
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_of_a_sharded_loader_share_a_data_pipe(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    own = DataLoader(IterableWrapper(range(12)).sharding_filter(), 2, num_workers=num_workers)
+    batches: list[Tensor] = list(Loader(own, Job().hosts[0], index=0, sharded=True))
+    assert sorted(number for batch in batches for number in batch.tolist()) == [1, 3, 5, 7, 9, 11]
+
+
 def test_an_empty_global_batch_is_refused() -> None:
     (loader,) = Job().prepare(lambda: DataLoader(Numbers(3), batch_sampler=[[0], []]))
     with pytest.raises(InvalidArgument, match="no samples"):
