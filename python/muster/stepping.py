@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -72,6 +73,7 @@ class Stepping:
     ) -> StepResult:
         """As `Strategy.step`."""
         self._before_call()
+        _refuse_compiled_autograd()
         if isinstance(optimizers, Sequence) and not optimizers and self._preparation.optimizers:
             raise InvalidArgument(
                 "optimizers= names none, and a step without an optimizer would learn nothing; leave it out for all "
@@ -326,3 +328,13 @@ class Stepping:
                 error = error or raised
         if error is not None:
             raise error
+
+
+def _refuse_compiled_autograd() -> None:
+    """As the library's hooks do, which torch calls for one replica alone: it runs no two compiled backwards at once."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.compiled_autograd_enabled:
+        raise InvalidArgument(
+            "compiled autograd cannot run the hooks that bring a parameter's gradient to other replicas; leave "
+            "torch._dynamo.config.compiled_autograd off (torch.compile works without it)"
+        )

@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "device/kernel_dtype.h"
 #include "net/unix_socket.h"
@@ -154,7 +155,12 @@ uint64_t Worker::join() {
 
 void Worker::push(uint64_t step) {
   push_chunks(step);
-  for (uint32_t t = 0; t < plan.tables.size(); ++t) client.rows().push(step, t, {}, {});
+  for (uint32_t t = 0; t < plan.tables.size(); ++t) {
+    std::vector<int64_t> rows(static_cast<size_t>(num_rows));
+    std::iota(rows.begin(), rows.end(), 0);
+    const std::vector<float> gradients(rows.size() * static_cast<size_t>(plan.tables[t].dim), 1);
+    client.rows().push(step, t, rows, gradients);
+  }
 }
 
 void Worker::push_chunks(uint64_t step) {

@@ -58,7 +58,7 @@ struct Worker {
   void write();
   /// The chief writes the values where the servers have none; then joins.
   uint64_t join();
-  /// All that a step needs; tables have no rows.
+  /// All that a step needs; of tables `num_rows` rows.
   void push(uint64_t step);
   void push_chunks(uint64_t step);
   /// A whole synchronous step.
@@ -75,6 +75,7 @@ struct Worker {
   double norm = 0;                          // of the last step
   uint32_t skipped_parameter = 0xffffffff;  // nobody uses it: it is pushed as zeros
   uint64_t shift = 0;                       // its gradients are those of so many steps later
+  int64_t num_rows = 0;                     // that it pushes of each table
 
  private:
   void spoil_pushed();

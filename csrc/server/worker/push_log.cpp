@@ -77,7 +77,7 @@ bool PushLog::is_half_full() const noexcept {
 
 bool PushLog::is_full() const noexcept {
   if (entries_.size() < kAlways) return false;
-  if (free_.empty() && slabs_.size() == capacity_) return true;
+  if (free_.empty() && slabs_.size() >= capacity_) return true;
   uint64_t bytes = slab_bytes_;
   for (const auto& block : entries_.back().blocks) bytes += block.bytes;
   return !fits(bytes);
@@ -114,11 +114,11 @@ std::byte* PushLog::room(Entry& entry, uint64_t bytes, bool beyond_bound) {
   return place;
 }
 
-PushLog::Entry* PushLog::open(uint64_t step) {
+PushLog::Entry* PushLog::open(uint64_t step, bool beyond_bound) {
   if (!entries_.empty() && entries_.back().step == step) return &entries_.back();
-  if (entries_.size() >= kAlways && !fits(slab_bytes_)) return nullptr;
+  if (!beyond_bound && entries_.size() >= kAlways && !fits(slab_bytes_)) return nullptr;
   if (free_.empty()) {
-    if (slabs_.size() == capacity_) return nullptr;
+    if (!beyond_bound && slabs_.size() >= capacity_) return nullptr;
     slabs_.push_back(allocate(slab_bytes_));
     free_.push_back(slabs_.back());
   }
@@ -174,7 +174,13 @@ Bytes PushLog::of_chunk(const Entry& entry, uint32_t chunk) const {
 
 void PushLog::release(uint64_t step) {
   while (!entries_.empty() && entries_.front().step <= step) {
-    free_.push_back(entries_.front().slab);
+    std::byte* const slab = entries_.front().slab;
+    if (slabs_.size() > capacity_) {
+      std::erase(slabs_, slab);
+      free({slab, slab_bytes_});
+    } else {
+      free_.push_back(slab);
+    }
     for (const auto& block : entries_.front().blocks) {
       blocks_bytes_ -= block.bytes;
       spare_bytes_ += block.bytes;

@@ -63,8 +63,8 @@ class PushLog {
   /// What a log of so many bytes takes of a shared arena, for slabs and as much for blocks.
   static uint64_t memory_needed(const std::vector<Chunk>& chunks, uint64_t max_bytes);
 
-  /// The entry of a step that is not below the newest; null where the log is full.
-  Entry* open(uint64_t step);
+  /// The entry of a step that is not below the newest; null where the log is full, unless it is to be had all the same.
+  Entry* open(uint64_t step, bool beyond_bound = false);
   Entry* find(uint64_t step);
   /// Copies the pieces, together a chunk's gradient bytes, and marks the chunk as pushed. Throws InvalidArgument where
   /// they are fewer or more.

@@ -161,6 +161,11 @@ void Requests::note_applied(const std::vector<Applied>& answers) {
   batches_.release(links_.front()->durable().all);
 }
 
+void Requests::note_decision(const Decision& decision) {
+  last_decision_ = decision;
+  if (decision.cut.is_due) last_cut_ = decision.step;
+}
+
 Durable Requests::durable() const noexcept {
   Durable least = links_.front()->durable();
   for (const auto& link : links_) {
@@ -357,7 +362,14 @@ void Requests::ask_all(const std::vector<size_t>& counts, const std::function<vo
 PushLog::Entry& Requests::entry_of(uint64_t step) {
   replay_.log().release(durable().all);
   if (auto* known = replay_.log().find(step)) return *known;
-  return *wait_for_log([&] { return replay_.log().open(step); });
+  // Where steps are made together none is cut before the last cut is complete, nor the one before this after it was
+  // decided: when this worker found the log full a cut may have been under way.
+  bool has_waited = false;
+  return *wait_for_log([&] {
+    const bool beyond_bound =
+        std::exchange(has_waited, true) && config_.plan.is_synchronous() && durable().newest >= last_cut_;
+    return replay_.log().open(step, beyond_bound);
+  });
 }
 
 // A server that went away before all was in its snapshots comes back, and lacks what this worker alone has.

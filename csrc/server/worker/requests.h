@@ -54,7 +54,7 @@ class Requests {
     is_running_ = true;
   }
   void note_joined() noexcept { is_started_ = has_joined_ = true; }
-  void note_decision(const Decision& decision) { last_decision_ = decision; }
+  void note_decision(const Decision& decision);
   /// Of the last decision, where that is the step's.
   Cut cut_of(uint64_t step) const {
     return last_decision_ && last_decision_->step == step ? last_decision_->cut : Cut();
@@ -71,7 +71,8 @@ class Requests {
   /// again. Throws Timeout.
   std::function<void()> between();
 
-  /// The log's entry of a step, once it has room.
+  /// The log's entry of a step, once it has room; beyond its bound where no snapshot that servers are to take would make
+  /// any.
   PushLog::Entry& entry_of(uint64_t step);
   /// What `take` gives, once the log has room.
   template <class F>
@@ -132,6 +133,7 @@ class Requests {
   std::vector<bool> healing_;                 // likewise
   uint64_t incarnation_ = 0;
   uint64_t joined_at_ = 0;
+  uint64_t last_cut_ = 0;  // the last step that this worker knows to be cut
   bool is_started_ = false;
   bool is_running_ = false;  // the job: all servers know what it began with
   bool has_joined_ = false;

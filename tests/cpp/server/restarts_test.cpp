@@ -772,6 +772,29 @@ TEST_CASE("a log of few steps costs few snapshots", "[server]") {
   worker.client.leave();
 }
 
+TEST_CASE("a step of more rows than the log holds is made while a snapshot of an earlier one is late", "[server]") {
+  Cluster cluster(1, milliseconds(1));
+  auto plan = plan_for(1, 1);
+  plan.tables = {{"rows", 100'000, 64, RowPlacement::modulo, {}, 0}};
+  plan.timeout_ms = 2'000;
+  auto config = cluster.config(0, plan);
+  config.log_bytes = uint64_t{4} << 20;
+  Worker worker(config);
+  worker.join();
+  const auto away = cluster.folder.path / "away";
+  std::filesystem::rename(cluster.path(0), away);
+  worker.step(1);  // a snapshot of it is begun, and late
+  worker.step(2);
+  worker.num_rows = 20'000;
+  worker.step(3);
+  std::filesystem::rename(away, cluster.path(0));
+  for (uint64_t step = 4; step <= 8; ++step) {
+    worker.num_rows = step % 2 == 0 ? 1 : 20'000;
+    worker.step(step);
+  }
+  worker.client.leave();
+}
+
 TEST_CASE("a disk that takes no snapshots is named once the log is full, and training goes on when it does",
           "[server]") {
   const uint32_t staleness = GENERATE(0U, kAnyStaleness);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "cpp/catch.h"
@@ -50,6 +51,27 @@ TEST_CASE("a step that has begun may go beyond a log's bound, and the next one m
   CHECK(log.open(4) == nullptr);
   log.release(3);
   CHECK(log.open(4) != nullptr);
+}
+
+TEST_CASE("a step beyond a log's bound gives its memory back", "[server]") {
+  std::vector<Chunk> chunks(1);
+  chunks.front().numel = kBound / sizeof(float);
+  const auto arena = std::make_shared<net::Arena>(PushLog::memory_needed(chunks, 0));
+  PushLog log(chunks, arena, 0);
+  for (int round = 0; round < 3; ++round) {
+    const uint64_t first = log.first_step_after();
+    REQUIRE(log.open(first) != nullptr);
+    REQUIRE(log.open(first + 1) != nullptr);
+    CHECK(log.is_full());
+    CHECK(log.open(first + 2) == nullptr);
+    auto* const entry = log.open(first + 2, /*beyond_bound=*/true);
+    REQUIRE(entry != nullptr);
+    CHECK(entry == log.find(first + 2));
+    CHECK(log.is_full());
+    log.release(first + 2);
+    std::byte* const rest[] = {arena->allocate(kBound), arena->allocate(kBound)};  // all that two steps leave
+    for (std::byte* const memory : rest) arena->release(memory);
+  }
 }
 
 TEST_CASE("small parts of a step of rows leave little of a log's bound unused", "[server]") {
