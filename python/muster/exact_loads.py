@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["ExactLoads", "load_exactly"]
+__all__ = ["ExactLoads", "load_exactly", "loaded_by"]
 
 
 class ExactLoads:
@@ -47,7 +47,9 @@ def _rounded(
     parameters: Sequence[Tensor], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
 ) -> Iterator[tuple[int, tuple[Tensor, int, Tensor]]]:
     for position, values in _by_position(state_dict).items():
-        loaded = state.get(parameters[position], {})
+        loaded = state.get(parameters[position])
+        if not isinstance(values, Mapping) or not isinstance(loaded, Mapping):
+            continue
         for name, given in values.items():
             rounded = loaded.get(name)
             if isinstance(given, Tensor) and isinstance(rounded, Tensor) and _is_converted(given, rounded):
@@ -59,10 +61,24 @@ def _is_converted(given: Tensor, loaded: Tensor) -> bool:
     return given.dtype != loaded.dtype and torch.equal(given.to(loaded), loaded)
 
 
-def _by_position(state_dict: dict[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _by_position(state_dict: dict[str, Any]) -> dict[int, Any]:
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     positions = {number: position for position, number in enumerate(saved)}
     return {positions[number]: values for number, values in state_dict["state"].items() if number in positions}
+
+
+def loaded_by(
+    load: Callable[[dict[str, Any]], None], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Calls `load`, a load_state_dict of `optimizer`. Returns what torch's then loads: what the optimizer's pre-hooks
+    make of `state_dict`."""
+    seen = [state_dict]
+    last = optimizer.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(loaded))
+    try:
+        load(state_dict)
+    finally:
+        last.remove()
+    return seen[-1]
 
 
 def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -70,12 +86,12 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     another dtype than the parameter's, and strings. Of the optimizers of torch.optim, and of classes that derive from
     them, whose steps want a parameter's dtype, floating tensors of at least one dimension are converted all the same.
     """
-    optimizer.load_state_dict(state_dict)
+    loaded = loaded_by(optimizer.load_state_dict, optimizer, state_dict)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of_torch = any(
         kind.__module__.startswith("torch.optim") for kind in type(optimizer).__mro__ if kind is not Optimizer
     )
-    for position, given in _by_position(state_dict).items():
+    for position, given in _by_position(loaded).items():
         parameter = parameters[position]
         if parameter in optimizer.state:
             optimizer.state[parameter] = _as_given(given, optimizer.state[parameter], of_torch)

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,8 @@ from torch.optim import Optimizer
 
 from muster import _C
 from muster.errors import InvalidArgument
-from muster.exact_loads import ExactLoads
-from muster.flat_state import DTYPES, Algorithm, Elsewhere, FlatState, with_current_masters
+from muster.exact_loads import ExactLoads, loaded_by
+from muster.flat_state import DTYPES, MASTER, Algorithm, Elsewhere, FlatState, with_current_masters
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
@@ -60,6 +61,8 @@ class _Flat(_Light):
 
     _algorithm: Algorithm
     _flat: FlatState | None = None
+    _is_copy_of_flat: bool = False
+    """Whether it is a copy of one that has a FlatState, to be stepped as that one is by hand."""
 
     @property
     def _exact(self) -> ExactLoads:
@@ -99,6 +102,9 @@ class _Flat(_Light):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As torch.optim's, with its `closure`, from `.grad`."""
+        if self._flat is None and self._is_copy_of_flat:
+            _check_each_once(self)
+            self._flat = FlatState(self, self._algorithm, self._exact, None, [], previous=None)
         if self._flat is None:
             # Of each class of which an optimizer was built, torch wraps step() to call hooks, as it does this one's.
             base = super().step.__func__  # type: ignore[attr-defined]
@@ -107,6 +113,8 @@ class _Flat(_Light):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._flat.has_all():
+            _check_each_once(self)
         self._flat = self._flat.for_step_by_hand()
         self._flat.step_from_grad()
         return loss
@@ -118,7 +126,16 @@ class _Flat(_Light):
             self._flat.follow()
         elif isinstance(self.state, Elsewhere):
             raise InvalidArgument(self.state.reason)
-        packed, parameters = self._packed(), self.parameters_by_position()
+        # Hooks of the user's may make another structure of it.
+        first = self.register_state_dict_post_hook(lambda _, packed: self._completed(packed), prepend=True)
+        try:
+            return self._packed()
+        finally:
+            first.remove()
+
+    def _completed(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """Torch's state_dict of what stands in `state`, with what stands elsewhere."""
+        parameters = self.parameters_by_position()
         of_parameters, others = parted(packed["state"], len(parameters))
         if self._exact:
             of_parameters = {number: self._exact.of(values) for number, values in of_parameters.items()}
@@ -143,6 +160,8 @@ class _Flat(_Light):
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, and in pickles: with what parameter servers hold."""
         kept = super().__getstate__()
+        if self._flat is not None or self._is_copy_of_flat:
+            kept["_is_copy_of_flat"] = True
         if isinstance(self.state, Elsewhere):
             if self._flat is None or not self._flat.is_on_servers:
                 raise InvalidArgument(self.state.reason)
@@ -153,8 +172,8 @@ class _Flat(_Light):
         """From torch.optim's format."""
         if self._flat is not None:
             self._flat.refuse_on_servers()
-        super().load_state_dict(state_dict)
-        self._exact.note(self.parameters_by_position(), self.state, state_dict)
+        loaded = loaded_by(super().load_state_dict, self, state_dict)
+        self._exact.note(self.parameters_by_position(), self.state, loaded)
         if self._flat is not None:
             self._flat.follow()
 
@@ -266,18 +285,54 @@ _FLAT_STEPS = frozenset(_class.step for _class in _FLAT.values())
 
 def make_flat(optimizer: Optimizer) -> _Flat | None:
     """The same object as a flat optimizer; None where there is no flat version of it (a step() of the user's own, or a
-    class derived from torch.optim's; complex parameters; ``differentiable=True``)."""
+    class derived from torch.optim's; complex parameters; ``differentiable=True``). Raises InvalidArgument where a
+    parameter is listed twice."""
     flat = _FLAT.get(type(optimizer))
     if (flat is None and not isinstance(optimizer, _Flat)) or has_own_step(optimizer):
         return None
     for group in optimizer.param_groups:
         if group["differentiable"] or any(parameter.dtype not in DTYPES for parameter in group["params"]):
             return None
+    _check_each_once(optimizer)
     if flat is not None:
         optimizer.__class__ = flat
         _rebind_step(optimizer)
     assert isinstance(optimizer, _Flat)
     return optimizer
+
+
+def make_torchs(optimizer: Optimizer) -> None:
+    """Lets torch step what may have been flat: state that flat steps left is as torch's load_state_dict would have it,
+    of the parameters' dtype."""
+    if not isinstance(optimizer, _Flat):
+        return
+    optimizer._flat, optimizer._is_copy_of_flat = None, False
+    if isinstance(optimizer.state, Elsewhere):
+        return
+    for group in optimizer.param_groups:
+        has_step_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            values.pop(MASTER, None)
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name != "step" and value.is_floating_point() and value.shape == parameter.shape:
+                    values[name] = value.to(parameter.dtype)
+                elif name == "step" and has_step_on_device:
+                    values[name] = value.to(parameter.device, torch.float32)
+
+
+def _check_each_once(optimizer: Optimizer) -> None:
+    places: dict[int, int] = {}
+    for position, parameter in enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)):
+        first = places.setdefault(id(parameter), position)
+        if first != position:
+            raise InvalidArgument(
+                f"parameter {position} of {type(optimizer).__name__} (shape {tuple(parameter.shape)}) is its parameter "
+                f"{first} again, and a flat step takes each once; list it once, or pass fuse=False to the strategy, "
+                "where torch steps it twice"
+            )
 
 
 def parted(state: Mapping[Any, Any], num_parameters: int) -> tuple[dict[int, Any], dict[Any, Any]]:
@@ -305,6 +360,8 @@ def bind(optimizer: _Flat, core: _C.StrategyCore, indices: list[int]) -> None:
     changed."""
     state = optimizer._flat
     if state is None or not state.is_of(core, indices):
+        _check_each_once(optimizer)
+        optimizer._is_copy_of_flat = False
         optimizer._flat = FlatState(optimizer, optimizer._algorithm, optimizer._exact, core, indices, state)
 
 

@@ -51,6 +51,8 @@ class PreparedOptimizer:
                 "strategy has one gradient for each step; use another optimizer, or step this one without a strategy"
             )
         self._flat = optim.make_flat(optimizer) if options.fuse else None
+        if not options.fuse:
+            optim.make_torchs(optimizer)
         if self._flat is None and options.shard_optimizer:
             raise InvalidArgument(
                 f"shard_optimizer=True needs a flat optimizer (AdamW, Adam, SGD or Adagrad), and "

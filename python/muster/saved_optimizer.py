@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from muster import _C, optim
-from muster.errors import LayoutMismatch
+from muster.errors import InvalidArgument, LayoutMismatch
 from muster.flat_state import LOW, MASTER
 from muster.prepared_optimizer import PreparedOptimizer
 from muster.saved_layout import compare_names
@@ -32,6 +32,12 @@ def has_own_form(prepared: PreparedOptimizer) -> bool:
 def state_of(core: _C.StrategyCore, prepared: PreparedOptimizer) -> dict[str, Any]:
     """What a checkpoint keeps of it."""
     packed = prepared.optimizer.state_dict()
+    if not (isinstance(packed, Mapping) and {"state", "param_groups"} <= packed.keys()):
+        raise InvalidArgument(
+            f"state_dict() of {type(prepared.optimizer).__name__} has another structure than torch's, which a "
+            "checkpoint needs; remove the hook of register_state_dict_post_hook() that makes it, or let it keep "
+            "'state' and 'param_groups'"
+        )
     names = _names_of(core, prepared)
     groups, first = [], 0
     for group in packed["param_groups"]:

@@ -110,7 +110,8 @@ def parameters_of(loss: Tensor) -> list[nn.Parameter]:
 
 def _scalar(what: str, value: Tensor | float) -> Tensor:
     if isinstance(value, (Tensor, Real)) or hasattr(value, "__array__"):
-        scalar = torch.as_tensor(value).detach()
+        # Torch's default dtype has fewer digits than a number of Python's.
+        scalar = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
         if scalar.dim() == 0 and not scalar.is_complex():
             return scalar
         found = f"a tensor of shape {tuple(scalar.shape)} and dtype {scalar.dtype}"

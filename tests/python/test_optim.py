@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -601,6 +602,193 @@ def test_a_step_of_a_class_derived_from_a_flat_one_is_called(strategy: muster.Mi
     with muster.MirroredStrategy(shard_optimizer=True) as sharding, pytest.raises(muster.InvalidArgument, match="flat"):
         other = nn.Linear(5, 1)
         sharding.prepare(other, Halving(other.parameters(), lr=0.5))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, muster.optim.AdamW, torch.optim.SGD])
+def test_a_parameter_that_is_listed_twice_is_refused(cls: Any) -> None:
+    torch.manual_seed(0)
+    ours = nn.Linear(4, 3)
+    theirs = copy.deepcopy(ours)
+    optimizer, reference = (cls([m.weight, m.bias, m.weight], lr=0.1, foreach=False) for m in (ours, theirs))
+    again = f"parameter 2 of {cls.__name__} .* is its parameter 0 again"
+    with muster.MirroredStrategy(["cpu"]) as strategy, pytest.raises(muster.InvalidArgument, match=again):
+        strategy.prepare(ours, optimizer)
+    with muster.MirroredStrategy(["cpu"], fuse=False) as strategy:
+        model, _ = strategy.prepare(ours, optimizer)
+        for _ in range(3):
+            strategy.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
+            reference.zero_grad()
+            theirs(torch.ones(2, 4)).square().mean().backward()
+            reference.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_a_parameter_that_is_listed_again_later_is_refused(strategy: muster.MirroredStrategy) -> None:
+    module = nn.Linear(4, 3)
+    model, optimizer = strategy.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
+    before = copy.deepcopy(module.state_dict())
+    optimizer.param_groups[0]["params"].append(module.bias)
+    with pytest.raises(muster.InvalidArgument, match=r"parameter 2 of AdamW .* is its parameter 1 again"):
+        strategy.step(lambda x: model(x).sum(), torch.ones(2, 4))
+    strategy.close()
+    module(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(muster.InvalidArgument, match=r"parameter 2 of AdamW .* is its parameter 1 again"):
+        optimizer.step()
+    with pytest.raises(muster.InvalidArgument, match=r"parameter 2 of AdamW .* is its parameter 1 again"):
+        copy.deepcopy(optimizer).step()
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert not any(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+
+
+def unpickled(objects: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(objects, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+
+
+COPIED = ["adamw", "adamw-amsgrad", "sgd-momentum", "sgd", "adagrad"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_steps_as_the_original_does(
+    strategy: muster.MirroredStrategy, name: str, dtype: torch.dtype, copied: Callable[[Any], Any]
+) -> None:
+    ours = net(dtype)
+    gradients = recorded_gradients(ours, 6)
+    options = {"fused": True} if name == "adamw" else {}
+    model, optimizer = strategy.prepare(ours, make(name, ours, **options))
+    train(strategy, model, gradients[:3])
+    module, twin = copied((ours, optimizer))
+    module, twin = copied((module, twin))  # a copy of a copy that has not stepped
+    strategy.close()
+    for step in gradients[3:]:
+        for parameters, stepped in ((ours.parameters(), optimizer), (module.parameters(), twin)):
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            stepped.step()
+    assert all(map(torch.equal, ours.parameters(), module.parameters()))
+    saved, others = optimizer.state_dict()["state"], twin.state_dict()["state"]
+    assert saved.keys() == others.keys()
+    for number, values in saved.items():
+        assert values.keys() == others[number].keys()
+        assert all(torch.equal(value, others[number][key]) for key, value in values.items() if value is not None)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda objects: objects])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", COPIED)
+def test_without_fuse_torch_steps_what_was_flat(
+    strategy: muster.MirroredStrategy, name: str, dtype: torch.dtype, copied: Callable[[Any], Any]
+) -> None:
+    ours = net(dtype)
+    gradients = recorded_gradients(ours, 5)
+    model, optimizer = strategy.prepare(ours, make(name, ours, foreach=False))
+    train(strategy, model, gradients[:3])
+    strategy.close()
+    theirs = copy.deepcopy(ours)
+    reference = make(name, theirs, foreach=False)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ours, optimizer = copied((ours, optimizer))
+    with muster.MirroredStrategy(["cpu"], fuse=False) as second:
+        model, _ = second.prepare(ours, optimizer)
+        train(second, model, gradients[3:])
+    for step in gradients[3:]:
+        for parameter, gradient in zip(theirs.parameters(), step, strict=True):
+            parameter.grad = gradient.clone()
+        reference.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert not any("master" in values for values in optimizer.state.values())
+
+
+def wrap(_: Any, packed: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": packed, "version": 2}
+
+
+def unwrap(_: Any, packed: dict[str, Any]) -> Any:
+    return packed["optimizer"]
+
+
+def test_hooks_of_state_dicts_may_make_another_structure(strategy: muster.MirroredStrategy) -> None:
+    module = net(torch.bfloat16)
+    gradients = recorded_gradients(module, 3)
+    model, optimizer = strategy.prepare(module, make("adamw", module))
+    train(strategy, model, gradients)
+    plain = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_state_dict_post_hook(wrap)
+    optimizer.register_load_state_dict_pre_hook(unwrap)
+    packed = copy.deepcopy(optimizer.state_dict())
+    assert packed.keys() == {"optimizer", "version"}
+    optimizer.load_state_dict(packed)
+    other = net(torch.bfloat16)
+    other.load_state_dict(module.state_dict())
+    alone = muster.optim.AdamW(other.parameters())
+    alone.register_load_state_dict_pre_hook(unwrap)
+    alone.load_state_dict(packed)
+    for found in (packed["optimizer"], optimizer.state_dict()["optimizer"], alone.state_dict()):
+        for number, values in plain["state"].items():
+            for name, value in values.items():
+                assert found["state"][number][name].dtype == value.dtype == torch.float32
+                assert torch.equal(found["state"][number][name], value)
+    train(strategy, model, gradients)
+
+
+def test_checkpoints_refuse_another_structure_by_name(strategy: muster.MirroredStrategy, tmp_path: Path) -> None:
+    module = net()
+    _, optimizer = strategy.prepare(module, make("adamw", module))
+    hook = optimizer.register_state_dict_post_hook(wrap)
+    with pytest.raises(muster.InvalidArgument, match="AdamW has another structure than torch's"):
+        strategy.save(tmp_path)
+    hook.remove()
+    strategy.save(tmp_path)
+
+
+def test_a_pre_hook_of_loading_may_drop_parameters(strategy: muster.MirroredStrategy) -> None:
+    """As where a model is trained on without its old head."""
+    whole = net(torch.bfloat16)
+    model, optimizer = strategy.prepare(whole, make("adamw", whole))
+    train(strategy, model, recorded_gradients(whole, 2))
+    saved = optimizer.state_dict()
+
+    def without_head(_: Any, packed: dict[str, Any]) -> dict[str, Any]:
+        (group,) = packed["param_groups"]
+        kept = {number: values for number, values in packed["state"].items() if number < 4}
+        return {"state": kept, "param_groups": [{**group, "params": group["params"][:4]}]}
+
+    body = net(torch.bfloat16)[:4]
+    alone = muster.optim.AdamW(body.parameters())
+    alone.register_load_state_dict_pre_hook(without_head)
+    alone.load_state_dict(saved)
+    for number, values in alone.state_dict()["state"].items():
+        assert torch.equal(values["exp_avg"], saved["state"][number]["exp_avg"])
+
+
+def hooked(strategy: muster.Strategy, fuse: bool) -> list[Tensor]:
+    module = net(torch.bfloat16)
+    optimizer = make("adamw", module)
+    optimizer.register_state_dict_post_hook(wrap)
+    optimizer.register_load_state_dict_pre_hook(unwrap)
+    for parameter in module.parameters():
+        exact = torch.full(parameter.shape, 0.1) * (1 + strategy.rank)
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": exact, "exp_avg_sq": exact.clone()}
+        optimizer.state[parameter] |= {"seen": torch.tensor(2**40 + 1)}
+    strategy.prepare(module, optimizer)
+    state = optimizer.state_dict()["optimizer"]["state"]
+    assert all(values["seen"].item() == 2**40 + 1 for values in state.values())
+    return [values["exp_avg"].float() for values in state.values()]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_workers_take_over_state_through_hooks(two_workers: WorkerPool, fuse: bool) -> None:
+    chiefs, others = make_job("workers-2", two_workers)(hooked, fuse, fuse=fuse)
+    for own, other in zip(chiefs, others, strict=True):
+        np.testing.assert_allclose(own, 0.1, rtol=1e-7)
+        np.testing.assert_allclose(other, 0.1, rtol=1e-7 if fuse else 0.01)
 
 
 def test_alone_they_are_torchs() -> None:

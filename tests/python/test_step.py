@@ -171,6 +171,26 @@ def test_weights_are_finite_and_not_negative(job: Launcher) -> None:
     job(refused_weights)
 
 
+def numbers_of_python(strategy: muster.Strategy) -> list[float]:
+    _, model, _ = prepared(strategy)
+    x, y = part_of(strategy, batch_of())
+    metrics = {"tokens": 123456789.0, "share": 0.1, "half": np.float32(0.5), "many": 2**53 + 1}
+    result = strategy.step(lambda x, y: Loss(F.cross_entropy(model(x), y), weight=1003.1, metrics=metrics), x, y)
+    return [float(result.weight), *(float(result.metrics[name]) for name in metrics)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_python_have_all_their_digits(dtype: torch.dtype) -> None:
+    with muster.MirroredStrategy(["cpu"]) as strategy:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            found = numbers_of_python(strategy)
+        finally:
+            torch.set_default_dtype(default)
+    assert found == pytest.approx([1003.1, 123456789.0, 0.1, 0.5, 2**53], rel=1e-15)
+
+
 def sum_step(strategy: muster.Strategy) -> Any:
     module, model, _ = prepared(strategy)
     x, y = part_of(strategy, batch_of())

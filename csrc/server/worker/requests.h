@@ -71,8 +71,8 @@ class Requests {
   /// again. Throws Timeout.
   std::function<void()> between();
 
-  /// The log's entry of a step, once it has room; beyond its bound where no snapshot that servers are to take would make
-  /// any.
+  /// The log's entry of a step, once it has room; beyond its bound where no snapshot that servers are to take would
+  /// make any.
   PushLog::Entry& entry_of(uint64_t step);
   /// What `take` gives, once the log has room.
   template <class F>
