@@ -44,10 +44,15 @@ MUSTER_HOST_DEVICE double norm_clip(double norm, double clip_norm) noexcept {
 }
 
 /// A unit near the mean weight that is a power of two of the last one: sums do not depend on how far it has moved, so
-/// that a job which was interrupted goes on with the same bits.
+/// that a job which was interrupted goes on with the same bits. The last one where no double is near.
 MUSTER_HOST_DEVICE double next_unit(double unit, double mean_weight) noexcept {
-  return unit * nearest_power_of_two(mean_weight / unit);
+  const double next = unit * nearest_power_of_two(mean_weight / unit);
+  return next > 0 && is_finite(next) ? next : unit;
 }
+
+/// Whether gradients in fp32 keep their digits when they are multiplied by weights that add up to `divisor`. Weights far
+/// from the unit do not until that has moved.
+MUSTER_HOST_DEVICE bool keeps_digits(double divisor) noexcept { return divisor > 0x1p-100 && divisor < 0x1p100; }
 
 /// `scalars` of finish_window from all partials as one, see norm_root. `loss_scale` is that of the window's seeds.
 MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double loss_scale, const WindowOptions& options,
@@ -61,7 +66,7 @@ MUSTER_HOST_DEVICE void close_scalars(double sum, const double* tail, double los
   scalars->clip = norm_clip(norm, options.clip_norm);
   scalars->clip_value = options.clip_value;
   scalars->norm = norm;
-  scalars->finite = is_finite(sum) ? 1 : 0;
+  scalars->finite = is_finite(sum) && keeps_digits(divisor) ? 1 : 0;
   scalars->dropped = dropped ? 1 : 0;
   if (!dropped) scalars->unit = next_unit(scalars->unit, weight / tail[kContributions]);
 }

@@ -55,9 +55,10 @@ void take_host_norm(const WindowContext& context, const Tail& tail, double loss_
   if (scalars.finite != 0) return;
   const auto sums = gradients.used(tail);
   // The square of an fp64 value, and high powers.
-  const bool may_overflow = window.norm_type > 2 || std::any_of(sums.begin(), sums.end(), [](const auto& sum) {
-                              return c10::toRealValueType(sum.scalar_type()) == at::kDouble;
-                            });
+  const bool has_doubles = std::any_of(sums.begin(), sums.end(), [](const auto& sum) {
+    return c10::toRealValueType(sum.scalar_type()) == at::kDouble;
+  });
+  const bool may_overflow = kernels::keeps_digits(scalars.divisor) && (window.norm_type > 2 || has_doubles);
   if (!may_overflow) {
     // No step follows, and who closes now would take away the statistics that others still read.
     context.groups.workers->barrier().wait();
@@ -101,8 +102,7 @@ void leave_clipped_means(const WindowContext& context, const Tail& tail, double 
   }
   const double total = kernels::norm_total(norm_sum);
   sums.grad_norm = kernels::norm_root(total, norm_type);
-  sums.finite = std::isfinite(total);
-  if (!sums.finite) sums.finite = context.sums.are_finite(tail);
+  sums.finite = kernels::keeps_digits(divisor) && (std::isfinite(total) || context.sums.are_finite(tail));
   if (!sums.finite) return;
   kernels::StepScalars clipping{};
   clipping.divisor = 1;

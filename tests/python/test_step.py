@@ -447,6 +447,26 @@ def test_a_loss_of_weight_0_that_is_not_finite_is_told_of(caplog: pytest.LogCapt
     assert len([record for record in caplog.records if "a part of weight 0 has a loss" in record.message]) == 1
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("weight", [1e-310, 1e-60, 1e-44, 1e40, 1e300, 1e308])
+def test_weights_that_fp32_cannot_take_skip_windows_until_their_unit_is_known(weight: float, fuse: bool) -> None:
+    module = nn.Linear(4, 3)
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    with muster.MirroredStrategy(["cpu"] * 2, fuse=fuse, clip_norm=10.0, max_skipped=9) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(3):
+            result = strategy.step(lambda x: Loss(model(x).square().mean(), weight=weight), x)
+            if not result.skipped:
+                optimizer.zero_grad()
+                twin(x).square().mean().backward()
+                optimizer.step()
+    for mine, its in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-7)
+    assert bool(result.skipped) == (weight in (1e-310, 1e308))  # whose unit, and sum, are no numbers
+
+
 def test_batches_that_have_time_first_are_none_of_these(caplog: pytest.LogCaptureFixture) -> None:
     def time_first(samples: list[tuple[Tensor]]) -> Tensor:
         return torch.stack([x for (x,) in samples], dim=1)
