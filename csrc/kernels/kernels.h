@@ -130,13 +130,12 @@ inline constexpr size_t report_bytes(uint32_t num_slots) noexcept {
 
 /// Joins the partials, in any order (norm_sum.h), and writes `scalars`, whose `unit` on entry is that of the window's
 /// weights: divisor = weight / unit * scale, or scale alone for sums and where dropped; unit = next_unit of the mean
-/// weight (step_math.h); norm = the root of the sum / divisor, or the maximum / divisor; finite = the sum is finite, and
-/// keeps_digits(divisor); clip = clip_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. A
-/// window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or that has failures; it keeps `unit`.
-/// Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless skipped or dropped; then, with a
-/// `scale`, loss_scale_update.
-/// Last, with a `report`, that of the closed window, whose metrics are means over the losses that brought them: NaN
-/// where none did, and where dropped.
+/// weight (step_math.h); norm = the root of the sum / divisor, or the maximum / divisor; finite = the sum is finite,
+/// and keeps_digits(divisor); clip = clip_norm / (norm + 1e-6) where that is below 1, as
+/// torch.nn.utils.clip_grad_norm_. A window is dropped whose weight is not above 0 (NaN: a loss's weight was none) or
+/// that has failures; it keeps `unit`. Then steps[p] += 1 for each of the `num_parameters` whose used[p] > 0, unless
+/// skipped or dropped; then, with a `scale`, loss_scale_update. Last, with a `report`, that of the closed window, whose
+/// metrics are means over the losses that brought them: NaN where none did, and where dropped.
 void finish_window(const double* partials, size_t num_partials, const double* tail, const double* used, float* steps,
                    size_t num_parameters, const WindowOptions& options, StepScalars* scalars, LossScaleState* scale,
                    WindowReport* report = nullptr, uint32_t num_slots = 0) noexcept;

@@ -50,8 +50,8 @@ MUSTER_HOST_DEVICE double next_unit(double unit, double mean_weight) noexcept {
   return next > 0 && is_finite(next) ? next : unit;
 }
 
-/// Whether gradients in fp32 keep their digits when they are multiplied by weights that add up to `divisor`. Weights far
-/// from the unit do not until that has moved.
+/// Whether gradients in fp32 keep their digits when they are multiplied by weights that add up to `divisor`. Weights
+/// far from the unit do not until that has moved.
 MUSTER_HOST_DEVICE bool keeps_digits(double divisor) noexcept { return divisor > 0x1p-100 && divisor < 0x1p100; }
 
 /// `scalars` of finish_window from all partials as one, see norm_root. `loss_scale` is that of the window's seeds.

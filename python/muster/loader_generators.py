@@ -42,6 +42,10 @@ class LoaderGenerators:
         """How often the sampler of the same pass was asked."""
         self.to_draw_anew = 0
         """How often a pass that goes on asked its sampler until it was saved, while it has not done so again."""
+        self._is_asked_anew = False
+        """Whether the pass under way is one that asks its sampler again."""
+        self._has_seed = False
+        """Whether the seed of the workers of the pass under way was drawn."""
         self._knows_others = False
         """Whether a loaded state has what others left."""
         self._others: list[Tensor] | None = None
@@ -95,6 +99,7 @@ class LoaderGenerators:
         if self._goes_on:
             self._others = self.states() if draws_anew and self._knows_others else None
             self._set(self._began)
+        self._is_asked_anew, self._has_seed = self.to_draw_anew > 0, False
         if not self.to_draw_anew:
             self._first, self._num_draws = [], 0
         self._goes_on = False
@@ -103,6 +108,7 @@ class LoaderGenerators:
 
     def end_beginning(self) -> None:
         """The seed of the pass's DataLoader workers was drawn; where there are some, the sampler was asked, too."""
+        self._has_seed = True
         if self.to_draw_anew and self._others is not None:
             self._first = self._first or self.states()
             self._set(self._others)
@@ -128,8 +134,11 @@ class LoaderGenerators:
         self.to_draw_anew = 0
 
     def of_workers(self, loader: DataLoader[Any]) -> torch.Generator | None:
-        """What torch draws the seed of DataLoader workers from; None where the loader has none, or they had theirs."""
-        return None if self._keeps_workers and self._has_workers else loader.generator
+        """What torch draws the seed of DataLoader workers from, once in a pass, whose readers may begin again; None where
+        the loader has none, or they had theirs."""
+        was_drawn_first = self._is_asked_anew and not self.to_draw_anew  # what the sampler draws came after it
+        is_drawn = self._has_seed or was_drawn_first or (self._keeps_workers and self._has_workers)
+        return None if is_drawn else loader.generator
 
     def note_workers(self, begun: bool) -> None:
         """Whether persistent workers have begun."""

@@ -46,8 +46,10 @@ class ModuleWatch:
         self._names: list[str] = []
         self._own_tables: list[dict[str, Any]] = []
         self._members: list[Any] = []
-        for module in replicas[0].modules():
+        self._prefixes: list[str] = []
+        for prefix, module in replicas[0].named_modules():
             for table in (module._parameters, module._modules):
+                self._prefixes += [prefix and prefix + "."] * len(table)
                 self._tables += [table] * len(table)
                 self._names += table.keys()
                 self._members += table.values()
@@ -136,15 +138,12 @@ class ModuleWatch:
                         other[name].update({key: followed_hook(name, hook, memo) for key, hook in first[name].items()})
 
     def _refuse(self) -> NoReturn:
-        members = zip(self._tables, self._names, self._members, strict=True)
-        table, name, member = next((t, n, m) for t, n, m in members if t.get(n) is not m)
-        owners = self._replicas[0].named_modules()
-        prefix = next(p for p, module in owners if table is module._parameters or table is module._modules)
+        members = zip(self._tables, self._prefixes, self._names, self._members, strict=True)
+        prefix, name, member = next((p, n, m) for table, p, n, m in members if table.get(n) is not m)
         kind = "submodule" if isinstance(member, nn.Module) else "parameter"
         raise InvalidArgument(
-            f"{kind} '{prefix}{'.' if prefix else ''}{name}' was replaced since prepare(), so it would not be trained; "
-            "write into it instead (load_state_dict without assign=True, copy_ under no_grad), or make the change "
-            "before prepare()"
+            f"{kind} '{prefix}{name}' was replaced since prepare(), so it would not be trained; write into it instead "
+            "(load_state_dict without assign=True, copy_ under no_grad), or make the change before prepare()"
         )
 
     def _refuse_added(self) -> NoReturn:

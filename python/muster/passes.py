@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Passes:
         self._devices = core.devices
         self._host = host
         self._loaders: list[Loader[Any]] = []
+        self._warned_of_left_out = False
         self.of_core = _C.Loaders(core, connect)
         """The passes that other workers have a part in."""
 
@@ -63,7 +65,9 @@ class Passes:
 
     def divide(self, args: tuple[Any, ...], sources: Sequence[Source]) -> tuple[list[tuple[Any, ...]], list[int]]:
         """The arguments of each local replica, on its device, and the samples in them (-1: unknown)."""
-        hint = next((source.part_rows for source in _counted(sources)), None)
+        counted = [rows for source in sources if (rows := source.part_rows) is not None]
+        hint = counted[0] if counted else None
+        self._look_for_left_out(counted)
         parts = split(args, self._core.local_replicas, hint, self._host.capacities)
         if self._devices[0].type != "cpu":
             parts = [place(part, device) for part, device in zip(parts, self._devices, strict=True)]
@@ -71,6 +75,21 @@ class Passes:
             return parts, hint
         counts = [agreeing_rows(part) for part in parts]
         return parts, [-1 if count is None else count for count in counts]
+
+    def _look_for_left_out(self, counted: Sequence[Sequence[int]]) -> None:
+        """Warns once where a part without samples of the first loader, which is not computed, has some of another."""
+        if self._warned_of_left_out:
+            return
+        left = sum(rows for other in counted[1:] for first, rows in zip(counted[0], other, strict=True) if first == 0)
+        if left == 0:
+            return
+        self._warned_of_left_out = True
+        logging.getLogger("muster").warning(
+            "a step has batches of several loaders, and that of the loader which was prepared first has fewer samples "
+            "than there are replicas: parts without any are not computed, and %d samples of other loaders in them are "
+            "left out; use drop_last=True, or batch sizes whose last batch has a sample for each replica",
+            left,
+        )
 
     def has_ended(self, set_number: int, sources: Sequence[Source]) -> bool:
         """Whether a step of that set of optimizers, of batches of `sources`, is the last of a pass. Of a step of the

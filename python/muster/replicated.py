@@ -292,9 +292,12 @@ class Replicated(Generic[ModuleT]):
             return first
 
     def __setattr__(self, name: str, value: Any) -> None:
+        for local, of_replica in self._for_each_(value):
+            setattr(self._modules_[local], name, of_replica)
+
+    def _for_each_(self, value: Any) -> Iterator[tuple[int, Any]]:
         values = value._modules_ if type(value) is Replicated else [value] * len(self._modules_)
-        for local in self._acting_():
-            setattr(self._modules_[local], name, values[local])
+        return ((local, values[local]) for local in self._acting_())
 
     def __delattr__(self, name: str) -> None:
         acting, missing = self._acting_(), []
@@ -309,6 +312,14 @@ class Replicated(Generic[ModuleT]):
     def __getitem__(self, key: Any) -> Any:
         value = self._current()[key]  # type: ignore[index]
         return self._everywhere_(value, lambda module: module[key]) if self._outlives_steps_() else value  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        for local, of_replica in self._for_each_(value):
+            self._modules_[local][key] = of_replica  # type: ignore[index]
+
+    def __delitem__(self, key: Any) -> None:
+        for local in self._acting_():
+            del self._modules_[local][key]  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._current())  # type: ignore[arg-type]

@@ -671,6 +671,7 @@ def test_what_cannot_be_copied_leaves_nothing_half_copied() -> None:
 def test_a_parameter_or_submodule_that_was_added_or_replaced_is_refused_by_name() -> None:
     for change, match in (
         (lambda net: setattr(net.body, "0", nn.Linear(4, 8)), "submodule 'body.0' was replaced"),
+        (lambda net: net.body.__delitem__(0), "submodule 'body.0' was replaced"),
         (lambda net: setattr(net.heads["a"], "bias", nn.Parameter(torch.zeros(1))), r"parameter 'heads\.a\.bias'"),
         (lambda net: setattr(net, "extra", nn.Linear(2, 2)), "submodule 'extra' was added"),
     ):
@@ -679,6 +680,20 @@ def test_a_parameter_or_submodule_that_was_added_or_replaced_is_refused_by_name(
             change(job.raw)
             with pytest.raises(muster.InvalidArgument, match=match):
                 job.strategy.step(lambda x: loss_of(job.model, x), X)
+
+
+def test_items_of_a_prepared_module_are_those_of_all_replicas() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        raw = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 1)}), nn.Linear(4, 1))
+        model, _ = strategy.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        model[1]["a"] = model[1]["a"]
+        assert strategy.step(lambda x: model[2](model[0](x)).mean(), X).stepped
+        del model[1]["a"]
+        with pytest.raises(muster.InvalidArgument, match=r"submodule '1\.a' was replaced"):
+            strategy.step(lambda x: model[2](model[0](x)).mean(), X)
+        model[0] = nn.Linear(4, 4)
+        with pytest.raises(muster.InvalidArgument, match="submodule '0' was replaced"):
+            strategy.step(lambda x: model[2](model[0](x)).mean(), X)
 
 
 @pytest.mark.parametrize("how", ["before", "raw", "prepared", "part", "view"])

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import muster
 from muster import _C, checkpoint
@@ -395,3 +396,29 @@ def test_the_chief_writes_alone_where_a_server_does_not_see_the_folder(
     assert "is not seen there" in told
     assert not list(runs.glob(".partial*"))
     assert_same(_mirrored(runs), expected)
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_with_a_generator_of_its_own_goes_on_with_the_orders_of_later_epochs(
+    staleness: int | None, workers: int, tmp_path: Path
+) -> None:
+    def orders(stop: int | None, load: bool = False) -> list[list[int]]:
+        module, data = nn.Linear(1, 1), TensorDataset(torch.arange(12.0).view(-1, 1))
+        own = DataLoader(data, 3, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(5))
+        seen: list[list[int]] = []
+        with alone(staleness=staleness) as strategy:
+            model, _, loader = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), own)
+            if load:
+                strategy.load(tmp_path)
+            while loader.epoch < 3:
+                for (x,) in loader:
+                    strategy.step(lambda x: model(x).mean(), x)
+                    seen.append(x.flatten().int().tolist())
+                    if strategy.steps == stop:
+                        strategy.save(tmp_path)
+                        return seen
+        return seen
+
+    whole = orders(None)
+    assert orders(2) + orders(None, load=True) == whole

@@ -467,6 +467,20 @@ def test_weights_that_fp32_cannot_take_skip_windows_until_their_unit_is_known(we
     assert bool(result.skipped) == (weight in (1e-310, 1e308))  # whose unit, and sum, are no numbers
 
 
+def test_samples_that_a_zipped_loader_leaves_out_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def loader(samples: int) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(samples, 1)), batch_size=6)
+
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model, _, few, many = strategy.prepare(
+            net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), lr=0.1), loader(7), loader(20)
+        )
+        for (x,), (z,) in zip(few, many, strict=False):
+            strategy.step(lambda x, z: model(x).mean() + model(z).mean(), x, z)
+    (told,) = [record.getMessage() for record in caplog.records if "left out" in record.message]
+    assert "3 samples of other loaders" in told
+
+
 def test_batches_that_have_time_first_are_none_of_these(caplog: pytest.LogCaptureFixture) -> None:
     def time_first(samples: list[tuple[Tensor]]) -> Tensor:
         return torch.stack([x for (x,) in samples], dim=1)
