@@ -315,11 +315,11 @@ class Replicated(Generic[ModuleT]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         for local, of_replica in self._for_each_(value):
-            self._modules_[local][key] = of_replica  # type: ignore[index]
+            cast(Any, self._modules_[local])[key] = of_replica
 
     def __delitem__(self, key: Any) -> None:
         for local in self._acting_():
-            del self._modules_[local][key]  # type: ignore[attr-defined]
+            del cast(Any, self._modules_[local])[key]
 
     def __len__(self) -> int:
         return len(self._current())  # type: ignore[arg-type]
