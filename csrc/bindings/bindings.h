@@ -4,6 +4,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -23,8 +24,9 @@ struct DeleteWithoutGil {
 template <class T>
 using Owned = std::unique_ptr<T, DeleteWithoutGil>;
 
+/// At most 31 years, which clocks can add to now.
 inline std::chrono::milliseconds to_ms(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+  return std::chrono::milliseconds(static_cast<int64_t>(std::min(seconds, 1e9) * 1000));
 }
 
 /// Translates, for the functions of this module, each muster::Error into the class of the same name in muster.errors

@@ -33,9 +33,10 @@ using py::literals::operator""_a;
 
 void bind_saving(py::module_& m) {
   using checkpoint::SnapshotWriter;
-  py::class_<SnapshotWriter>(m, "SnapshotWriter")
+  py::class_<SnapshotWriter, Owned<SnapshotWriter>>(m, "SnapshotWriter")
       .def(py::init([](std::filesystem::path folder, std::optional<int> keep) {
-             return std::make_unique<SnapshotWriter>(std::move(folder), checkpoint::SnapshotOptions{.keep = keep});
+             return Owned<SnapshotWriter>(
+                 new SnapshotWriter(std::move(folder), checkpoint::SnapshotOptions{.keep = keep}));
            }),
            "folder"_a, "keep"_a)
       .def(

@@ -211,7 +211,8 @@ std::string find_address(const Environment& environment, const LauncherFacts& la
   const auto port = get(environment, "MASTER_PORT");
   Address address;
   if (host) {
-    address.host = *host;
+    const bool has_brackets = host->size() > 2 && host->front() == '[' && host->back() == ']';  // as in an address
+    address.host = has_brackets ? host->substr(1, host->size() - 2) : *host;
   } else if (launch.all_local) {
     address.host = "127.0.0.1";
   } else if (launch.nodes) {
@@ -241,7 +242,10 @@ std::vector<std::string> find_servers(const Environment& environment) {
   if (!text) return servers;
   for (size_t begin = 0; begin <= text->size();) {
     const size_t end = std::min(text->find(',', begin), text->size());
-    servers.push_back(text->substr(begin, end - begin));
+    auto server = text->substr(begin, end - begin);
+    server.erase(0, server.find_first_not_of(' '));
+    server.erase(server.find_last_not_of(' ') + 1);
+    servers.push_back(std::move(server));
     begin = end + 1;
   }
   return servers;

@@ -10,7 +10,9 @@
 #include "core/plain_memory.h"
 #include "device/device.h"
 #include "device/kernel_dtype.h"
+#include "gradient/gradient_dtype.h"
 #include "kernels/kernels.h"
+#include "muster/error.h"
 
 namespace muster {
 
@@ -42,6 +44,7 @@ ParameterSpec spec_of(const NamedParameter& parameter) {
 
 // Strides of dimensions of size 1 carry no meaning and differ between equal layouts.
 bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  if (static_cast<size_t>(tensor.dim()) != strides.size()) return false;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1 && tensor.stride(d) != strides[static_cast<size_t>(d)]) return false;
   }
@@ -144,15 +147,27 @@ void Buckets::allocate(comm::Communicator& communicator, const std::optional<at:
   }
 }
 
+at::ScalarType Buckets::sums_dtype(size_t p) const {
+  return layout_.buckets()[static_cast<size_t>(slot(p).bucket)].dtype;
+}
+
 bool Buckets::is_arranged(size_t p, const at::Tensor& gradient) const {
-  return gradient.layout() == at::kStrided && !gradient.is_complex() && !is_lazy(gradient) &&
-         gradient.scalar_type() == parameters_[p].tensor.scalar_type() && same_memory_order(gradient, slot(p).strides);
+  const auto& place = slot(p);
+  return gradient.layout() == at::kStrided && !is_lazy(gradient) && gradient.numel() == place.numel &&
+         is_packed_from(gradient.scalar_type(), sums_dtype(p)) && same_memory_order(gradient, place.strides);
 }
 
 at::Tensor Buckets::arranged(size_t p, const at::Tensor& gradient) const {
   const auto& strides = slot(p).strides;
-  const auto dense = gradient.detach().to_dense().to(parameters_[p].tensor.scalar_type());
+  auto dense = gradient.detach().to_dense();
+  if (parameters_[p].tensor.is_complex()) dense = dense.to(parameters_[p].tensor.scalar_type());
   auto real = as_real(in_plain_memory(dense));
+  if (const auto& sizes = layout_.parameters()[static_cast<size_t>(layout_index_[p])].sizes; real.sizes() != sizes) {
+    throw InvalidArgument("parameter '" + parameters_[p].name + "' has a gradient of shape " +
+                          c10::str(gradient.sizes()) + " in a window that began when it had shape " +
+                          c10::str(view(p).sizes()) + "; give parameters another shape between windows");
+  }
+  if (!is_packed_from(real.scalar_type(), sums_dtype(p))) real = real.to(sums_dtype(p));
   if (same_memory_order(real, strides)) return real;
   return at::empty_strided(real.sizes(), strides, real.options()).copy_(real);
 }

@@ -75,12 +75,15 @@ class Buckets {
   /// parameter that is not held, and before allocate().
   const at::Tensor& view(size_t parameter) const noexcept { return views_[parameter]; }
 
-  /// Whether kernels may read a gradient of the parameter where it is: as its slot has it.
+  /// Whether kernels may read a gradient of the parameter where it is: in its slot's order, of any dtype that they
+  /// take.
   bool is_arranged(size_t parameter, const at::Tensor& gradient) const;
-  /// A copy that they may read. Rare: autograd keeps gradients in the parameter's own order.
+  /// A copy that they may read, in the gradient's dtype if they take that. Rare: autograd keeps gradients in the
+  /// parameter's own order. Throws InvalidArgument for another shape.
   at::Tensor arranged(size_t parameter, const at::Tensor& gradient) const;
 
  private:
+  at::ScalarType sums_dtype(size_t parameter) const;
   void take_memory(comm::Communicator& communicator, const std::optional<at::ScalarType>& wire);
 
   std::vector<NamedParameter> parameters_;

@@ -24,8 +24,8 @@ class DevicePack {
 
  private:
   struct Plan {
-    DeviceSegments<kernels::cuda::PackSlot> slots;
-    kernels::cuda::PackPlan plan{};
+    std::vector<kernels::cuda::PackSlot> slots;  // with the dtypes that gradients came in last
+    DeviceSegments<kernels::cuda::PackSlot> on_device;
   };
 
   const Buckets& buckets_;

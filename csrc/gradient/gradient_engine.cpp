@@ -238,8 +238,16 @@ void GradientEngine::take_sparse(size_t p) {
   const auto taken = std::exchange(parameters()[p].tensor.mutable_grad(), at::Tensor());
   if (drops()) return;
   auto& state = states_[p];
+  if (state.sparse.defined() && state.sparse.sizes() != taken.sizes()) {
+    throw InvalidArgument("parameter '" + parameters()[p].name + "' has a sparse gradient of shape " +
+                          c10::str(taken.sizes()) + ", and had one of shape " + c10::str(state.sparse.sizes()) +
+                          " in the same window; give it another shape between windows");
+  }
   state.sparse_used = true;
-  state.sparse = add_sparse(state.sparse, by_rows(taken), factor());
+  const auto& tensor = parameters()[p].tensor;
+  const auto rows = by_rows(taken);
+  state.sparse = add_sparse(state.sparse,
+                            tensor.is_complex() ? rows : rows.to(accumulation_dtype(tensor.scalar_type())), factor());
 }
 
 // 0-dim, where the parameters are; undefined for 1.

@@ -41,14 +41,15 @@ at::Tensor add_sparse(const at::Tensor& sum, const at::Tensor& gradient, const a
 
 at::Tensor sum_sparse_over_ranks(comm::Communicator& communicator, const at::Tensor& local,
                                  const at::Tensor& parameter) {
+  const auto sizes = local.defined() ? local.sizes() : parameter.sizes();  // of its rows, whatever became of it since
   auto indices = local.defined() ? local._indices().t().contiguous()
                                  : at::empty({0, 1}, parameter.options().dtype(at::kLong).requires_grad(false));
   auto values = local.defined() ? local._values().contiguous() : at::Tensor();
   if (!values.defined()) {
-    auto sizes = parameter.sizes().vec();
-    sizes[0] = 0;
+    auto none = parameter.sizes().vec();
+    none[0] = 0;
     values =
-        at::empty(sizes, parameter.options().dtype(accumulation_dtype(parameter.scalar_type())).requires_grad(false));
+        at::empty(none, parameter.options().dtype(accumulation_dtype(parameter.scalar_type())).requires_grad(false));
   }
   auto index_work = communicator.all_gather(indices);
   auto value_work = communicator.all_gather(as_real(values));
@@ -59,7 +60,7 @@ at::Tensor sum_sparse_over_ranks(comm::Communicator& communicator, const at::Ten
   std::vector<at::Tensor> level;
   for (size_t r = 0; r < all_indices.size(); ++r) {
     const auto theirs = parameter.is_complex() ? at::view_as_complex(all_values[r]) : all_values[r];
-    level.push_back(make_sparse(all_indices[r].t(), theirs, parameter.sizes())._coalesced_(true));
+    level.push_back(make_sparse(all_indices[r].t(), theirs, sizes)._coalesced_(true));
   }
   while (level.size() > 1) {
     std::vector<at::Tensor> next;

@@ -42,6 +42,15 @@ std::vector<std::vector<Run>> chosen(const std::vector<std::vector<Run>>& runs, 
   return some;
 }
 
+// The sums of a step may be older than what user code made of the parameter.
+void check_shape(const FlatParameter& parameter, const FlatGradient& gradient) {
+  const auto& values = gradient.sparse.defined() ? gradient.sparse : gradient.dense;
+  if (values.sizes() == parameter.tensor.sizes()) return;
+  throw InvalidArgument("parameter '" + parameter.name + "' has shape " + c10::str(parameter.tensor.sizes()) +
+                        ", and the gradient to step it by has shape " + c10::str(values.sizes()) +
+                        "; give it another shape between steps, and drop its .grad then");
+}
+
 // By share and parameter.
 std::vector<std::vector<Run>> runs_of(const DividedStep& divided) {
   std::vector<std::vector<Run>> runs;
@@ -87,6 +96,8 @@ StepPlan::StepPlan(FlatOptimizer& optimizer, const DividedStep& divided, const F
 void StepPlan::add_segments(size_t p) {
   const auto& entry = optimizer_.state_.entry(p);
   const auto& tensor = entry.parameter.tensor;
+  optimizer_.state_.check_tensors(p);
+  for (const auto& share : divided_.shares) check_shape(entry.parameter, share.gradients[p]);
   void* memory = tensor.mutable_data_ptr();
   if (!entry.is_dense) {
     packed_.emplace_back(p, tensor.contiguous());
@@ -98,14 +109,15 @@ void StepPlan::add_segments(size_t p) {
   }
   for (size_t s = 0; s < segments_.size(); ++s) {
     const auto& share = divided_.shares[s];
-    if (share.runs[p].count == 0) continue;
+    const auto& run = share.runs.empty() ? entry.run : share.runs[p];
+    if (run.count == 0) continue;
     std::vector<void*> copies;
     const bool stores = divided_.stores_to_all && !share.parameters.empty();
     for (size_t other = 0; other < segments_.size() && stores; ++other) {
       if (other != s) copies.push_back(divided_.shares[other].parameters[p].mutable_data_ptr());
     }
     void* const own = share.parameters.empty() ? memory : share.parameters[p].mutable_data_ptr();
-    segments_[s].add(entry, share.runs[p], own, share.gradients[p], groups_, copies);
+    segments_[s].add(entry, run, own, share.gradients[p], groups_, copies);
   }
 }
 
@@ -145,6 +157,14 @@ void FlatOptimizer::check_kind(const FlatGroups& groups) const {
     throw InvalidArgument("a flat optimizer cannot become another kind of optimizer; prepare() one of that kind");
 }
 
+void FlatOptimizer::follow_shapes() {
+  state_.follow_sizes();
+  for (size_t p = 0; p < num_parameters(); ++p) {
+    const auto& entry = state_.entry(p);
+    if (entry.is_resized() && entry.parameter.tensor.requires_grad()) state_.follow(p);
+  }
+}
+
 // Of a parameter's state, which follows the parameter first.
 size_t FlatOptimizer::num_states_for(size_t p, const FlatGroups& groups) {
   const auto& parameter = state_.entry(p).parameter;
@@ -172,7 +192,7 @@ void FlatOptimizer::step(std::vector<FlatGradient> gradients, const FlatGroups& 
   DividedStep whole;
   whole.shares.resize(1);
   whole.shares.front().gradients = std::move(gradients);
-  for (size_t p = 0; p < num_parameters(); ++p) whole.shares.front().runs.push_back(state_.entry(p).run);
+  if (shard().size > 1) state_.follow_sizes();
   auto plan = begin(whole, groups, scalars, keep);
   plan.run(0);
   plan.finish();
@@ -214,6 +234,7 @@ void FlatOptimizer::step_from_grad(const FlatGroups& groups) {
     const auto& entry = state_.entry(p);
     const auto& gradient = entry.parameter.tensor.grad();
     if (!gradient.defined()) continue;
+    check_shape(entry.parameter, {gradient, {}});
     state_.follow(p);
     if (!is_streamed()) state_.leave_common(p);  // other processes' memory; devices' is this one's alone
     const auto wide = in_plain_memory(gradient.to(accumulation_dtype(entry.dtype)));

@@ -23,7 +23,8 @@ namespace muster {
 /// The part of a step that one of a process's replicas makes, where several divide it.
 struct StepShare {
   std::vector<FlatGradient> gradients;  ///< by parameter; all shares have gradients of the same parameters
-  std::vector<Run> runs;                ///< by parameter; the runs of all processes' shares cover it once
+  /// By parameter; the runs of all processes' shares cover it once. None: what the optimizer's shard owns.
+  std::vector<Run> runs = {};
   /// Where devices with peer access divide the step: the parameters as this share's device has them, and what it steps
   /// by there. Else the optimizer's own.
   std::vector<at::Tensor> parameters = {};
@@ -116,12 +117,18 @@ class FlatOptimizer {
   OptimizerState& state() noexcept { return state_; }
   const OptimizerState& state() const noexcept { return state_; }
 
+  /// Before a step, and before entries' runs are read: they are of the shapes that parameters have. Throws
+  /// InvalidArgument where one that requires a gradient has another shape than its state, or, in a shard, than when the
+  /// state was divided.
+  void follow_shapes();
+
   /// Steps every parameter that has a gradient, by `scalars` in the memory of the parameters' device; see kernels.h.
   /// `gradients` has one element a parameter.
   /// With `keep` the dense sums and sparse values that are read become means (not those of other shards, nor rows that
   /// are made dense). Bumps the version counters of what it writes. Local.
-  /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name, and for a
-  /// dense gradient of a row-wise parameter.
+  /// Throws InvalidArgument if `groups` has another alternative or fewer groups than the parameters name, for a dense
+  /// gradient of a row-wise parameter or one of another shape than its parameter, and where user code changed the shape
+  /// or dtype of state in place.
   void step(std::vector<FlatGradient> gradients, const FlatGroups& groups, const kernels::StepScalars* scalars,
             bool keep);
 

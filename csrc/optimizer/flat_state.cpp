@@ -175,9 +175,8 @@ bool has_all(const FlatState& state, const Optimizer& optimizer) {
 
 std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
+  for (const auto& group : optimizer.param_groups())
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
   return parameters;
 }
 
@@ -209,7 +208,8 @@ bool has_any(const std::vector<at::Tensor*>& tensors) {
 template <class ParamState>
 bool take_values(FlatState& state, size_t p, ParamState& entry) {
   auto& flat = state.flat;
-  bool changed = !flat.state().entry(p).started;
+  const auto& own = flat.state().entry(p);
+  bool changed = !own.started, begins_anew = false;
   const auto tensors = tensors_of(entry);
   for (size_t s = 0; s < tensors.size(); ++s) {
     const auto& given = *tensors[s];
@@ -219,7 +219,8 @@ bool take_values(FlatState& state, size_t p, ParamState& entry) {
       throw InvalidArgument("the state of parameter " + std::to_string(p) +
                             " of an optimizer lacks a tensor; give it one, or erase the entry to start anew");
     }
-    flat.state().set(p, s, given.defined() ? given : at::zeros_like(held));
+    flat.state().set(p, s, given.defined() ? given : at::zeros_like(own.parameter.tensor, held.options()));
+    begins_anew = begins_anew || !given.defined();
     changed = true;
   }
   const int64_t* const step = step_of(entry);
@@ -229,9 +230,14 @@ bool take_values(FlatState& state, size_t p, ParamState& entry) {
     flat.state().set_step_count(p, static_cast<double>(*step));
     changed = true;
   } else if (step == nullptr && changed) {
-    flat.state().set_step_count(p, 1);
+    flat.state().set_step_count(p, begins_anew ? 0 : 1);
   }
   return changed;
+}
+
+// Whether user code took away what is held: of plain SGD the master copy alone, which stands in no entry.
+bool has_lost_state(const StateEntry& held, bool is_erased) {
+  return held.started && (held.num_states > 0 || (is_erased && has_master(held.dtype)));
 }
 
 template <class K>
@@ -244,8 +250,7 @@ void check_on_servers(const FlatState& state, Optimizer& optimizer) {
     }
     throw InvalidArgument(
         "an optimizer's state() was changed, and parameter servers hold it from the first step on; change it before "
-        "the "
-        "first step or after close()");
+        "the first step or after close()");
   }
 }
 
@@ -271,14 +276,14 @@ void follow_state(FlatState& state, Optimizer& optimizer) {
       const bool is_ours = entry != nullptr && (state.flat.shard().size > 1 || has_any(tensors_of(*entry)));
       if (is_ours) {
         if (take_values(state, p, *entry)) changed.push_back(p);
-      } else if (state.flat.state().entry(p).started && state.flat.state().entry(p).num_states > 0) {
-        const auto before = state.flat.state().tensor(p, 0);
+      } else if (has_lost_state(state.flat.state().entry(p), entry == nullptr && state.published_entries[p])) {
         state.flat.state().reset(p);
         if constexpr (std::is_same_v<ParamState, torch::optim::AdagradParamState>) {
           const double first =
               static_cast<const torch::optim::AdagradOptions&>(optimizer.defaults()).initial_accumulator_value();
-          if (first == 0 || !before.defined()) continue;
-          state.flat.state().set(p, 0, at::full_like(before, first));
+          const auto anew = state.flat.state().empty_state(p);
+          if (first == 0 || !anew.defined()) continue;
+          state.flat.state().set(p, 0, anew.fill_(first));
           changed.push_back(p);
         }
       }

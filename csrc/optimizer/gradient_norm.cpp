@@ -80,9 +80,9 @@ void take_norm(const std::vector<at::Tensor>& sums, const double* tail, const ke
   add_partials(sums, options.norm_type, sum);
   finish_norm(sum, tail, options, scalars);
   // The square of an fp64 value may overflow, and high powers.
-  if (scalars.finite == 0 && kernels::keeps_digits(scalars.divisor) && std::all_of(sums.begin(), sums.end(), [](const at::Tensor& values) {
-        return at::isfinite(dense_values(values)).all().item<bool>();
-      })) {
+  if (scalars.finite == 0 && kernels::keeps_digits(scalars.divisor) &&
+      std::all_of(sums.begin(), sums.end(),
+                  [](const at::Tensor& values) { return at::isfinite(dense_values(values)).all().item<bool>(); })) {
     scalars.finite = 1;
   }
 }

@@ -39,12 +39,14 @@ bool has_master(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype =
 at::Tensor StateEntry::current(size_t which) const {
   if (which != kMaster || !master.defined()) return tensor(which);
   const auto& whole = parameter.tensor;
+  if (whole.sizes() != at::IntArrayRef(sizes)) return started ? master : whole.detach().to(master.scalar_type());
   return current_master(master, master.sizes() == whole.sizes() ? whole : elements_of(whole, run));
 }
 
 at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
   const auto values = parameter.detach();
+  if (master.sizes() != values.sizes()) return master;
   if (!has_master(values.scalar_type())) return values.to(master.scalar_type());
   // By their bits, as the steps (step_math.h): a parameter that is -0 is not +0.
   const auto is_current = master.to(values.scalar_type()).view(at::kShort) == values.view(at::kShort);
@@ -100,36 +102,6 @@ void OptimizerState::check_row_wise(const FlatParameter& parameter, const FlatGr
   rowwise_group_of(groups, parameter.group);
 }
 
-void OptimizerState::follow(size_t parameter) {
-  if (follow(entries_.at(parameter)) && entries_[parameter].started) note_started(parameter);
-}
-
-bool OptimizerState::follow(StateEntry& entry) {
-  const auto& tensor = entry.parameter.tensor;
-  if (entry.dtype == tensor.scalar_type() && entry.strides == tensor.strides()) return false;
-  if (entry.parameter.is_row_wise && entry.num_states > 0) {
-    throw InvalidArgument("parameter '" + entry.parameter.name +
-                          "' was moved or converted after a row-wise step; do that before prepare()");
-  }
-  const bool is_dense_now = is_dense(tensor.sizes().vec(), tensor.strides().vec());
-  if (shard_.size > 1 && (!is_dense_now || entry.num_states > 0)) {
-    throw InvalidArgument("parameter '" + entry.parameter.name +
-                          "' has gaps in its memory, or another layout or dtype than when it was first stepped; with "
-                          "shard_optimizer=True convert the module before prepare()");
-  }
-  entry.dtype = tensor.scalar_type();
-  entry.strides = tensor.strides().vec();
-  entry.is_dense = is_dense_now;
-  for (auto& state : entry.states) {
-    if (!state.defined()) continue;
-    const auto old = std::exchange(state, empty_state(entry));
-    state.copy_(old);
-  }
-  entry.master = has_master(entry.dtype) ? zero_state(entry) : at::Tensor();
-  std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
-  return true;
-}
-
 at::TensorOptions OptimizerState::device_options(at::ScalarType dtype) const {
   return at::TensorOptions(dtype).device(device_);
 }
@@ -148,6 +120,10 @@ at::Tensor OptimizerState::zero_state(const StateEntry& entry) const {
   if (!state.defined()) return state;
   if (state.is_cpu()) prefer_huge_pages(state.mutable_data_ptr(), state.nbytes());
   return state.zero_();
+}
+
+at::Tensor OptimizerState::new_master(const StateEntry& entry) const {
+  return has_master(entry.dtype) ? zero_state(entry) : at::Tensor();
 }
 
 // This shard's part of a tensor of the parameter's sizes, shaped as empty_state.
@@ -210,7 +186,9 @@ std::vector<float> OptimizerState::step_counts() const {
 OptimizerState::Standing OptimizerState::standing(size_t p) const {
   const auto& entry = entries_[p];
   Standing standing;
-  if (!counts_.defined()) standing.steps = relevant_steps(entry.count());
+  // Of a shard of SGD's the count belongs to the rank that has the buffer, which may begin it anew.
+  const bool is_own = algorithm_ == kSgd && shard_.size > 1;
+  if (!counts_.defined() && !is_own) standing.steps = relevant_steps(entry.count());
   standing.started = entry.started;
   if (!entry.started || entry.parameter.is_row_wise || entry.parameter.tensor.numel() == 0) return standing;
   for (size_t which = 0; which <= StateEntry::kMaster && !standing.has_own_state; ++which) {
@@ -235,9 +213,9 @@ void OptimizerState::set(size_t parameter, size_t which, const at::Tensor& whole
     if (whole.sizes() == at::IntArrayRef(sizes)) values = whole.mean(1, /*keepdim=*/true, at::kDouble);
     sizes[1] = 1;
   }
+  follow_before_set(entry);
   const bool is_part = shard_.size > 1 && whole.sizes() == at::IntArrayRef({entry.run.count});
   if (!is_part) check_sizes(entry, values, sizes);
-  follow(entry);
   allocate(entry, which);
   auto state = empty_state(entry);  // others may hold the tensor that was there
   if (state.defined()) copy_all({{state, is_part ? values : own_part(entry, values)}});
@@ -256,9 +234,9 @@ void OptimizerState::set_step_count(size_t parameter, double count) {
 
 void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
   auto& entry = entries_.at(parameter);
+  follow_before_set(entry);
   const bool is_part = shard_.size > 1 && whole.defined() && whole.sizes() == at::IntArrayRef({entry.run.count});
   if (whole.defined() && !is_part) check_sizes(entry, whole, entry.parameter.tensor.sizes());
-  follow(entry);
   if (!entry.master.defined()) return;
   entry.was_given = true;
   entry.common[StateEntry::kMaster] = nullptr;
@@ -269,11 +247,13 @@ void OptimizerState::set_master(size_t parameter, const at::Tensor& whole) {
 void OptimizerState::reset(size_t parameter) {
   auto& entry = entries_.at(parameter);
   set_step_count(parameter, 0);
-  set_master(parameter, {});
   for (auto& state : entry.states) state.reset();
   std::fill(std::begin(entry.common), std::end(entry.common), nullptr);
   entry.num_states = 0;
   entry.started = false;
+  // A shard's sizes change together: see follow_sizes.
+  if (shard_.size == 1 || !entry.is_resized()) follow(entry);
+  entry.master = new_master(entry);
 }
 
 void OptimizerState::check_sizes(const StateEntry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const {
@@ -298,6 +278,7 @@ std::vector<std::vector<Run>> OptimizerState::runs_for(const std::vector<int>& p
 at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communicator& ranks) const {
   const auto& entry = entries_.at(parameter);
   if (which == StateEntry::kMaster ? !has_master(entry.dtype) : which >= entry.num_states) return {};
+  if (shard_.size > 1) check_shard_sizes();
   const auto own = entry.current(which);
   if (shard_.size == 1) return own.clone();
   const auto& tensor = entry.parameter.tensor;
@@ -312,92 +293,5 @@ at::Tensor OptimizerState::whole(size_t parameter, size_t which, comm::Communica
 }
 
 std::vector<size_t> OptimizerState::take_started() { return std::exchange(started_, {}); }
-
-std::vector<OptimizerState::Move> OptimizerState::moves_to_common(const std::vector<size_t>& parameters,
-                                                                  const std::vector<size_t>& num_states,
-                                                                  int64_t& bytes) const {
-  constexpr int64_t kAlignment = FlatLayout::kSlotAlignment;
-  std::vector<Move> moves;
-  bytes = 0;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& entry = entries_[parameters[i]];
-    if (entry.parameter.is_row_wise || entry.run.count == 0) continue;
-    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entry.dtype)));
-    for (size_t which = 0; which <= StateEntry::kMaster; ++which) {
-      const bool exists =
-          which == StateEntry::kMaster ? entry.master.defined() : which < std::max(entry.num_states, num_states[i]);
-      if (!exists || entry.is_common(which)) continue;
-      moves.push_back({parameters[i], which, bytes});
-      bytes += (entry.run.count * size + kAlignment - 1) / kAlignment * kAlignment;
-    }
-  }
-  return moves;
-}
-
-std::vector<CommonPart> OptimizerState::common_parts(const std::vector<size_t>& parameters,
-                                                     const std::vector<size_t>& num_states,
-                                                     const std::vector<std::vector<Run>>& runs) const {
-  int64_t bytes = 0;
-  const auto moves = moves_to_common(parameters, num_states, bytes);
-  std::vector<CommonPart> parts;
-  int64_t begin = 0;  // of the last part
-  for (const auto& [p, which, offset] : moves) {
-    const auto size = static_cast<int64_t>(c10::elementSize(accumulation_dtype(entries_[p].dtype)));
-    for (size_t share = 0; share < runs.size(); ++share) {
-      const auto& run = runs[share][p];
-      if (run.count == 0 || (!parts.empty() && parts.back().share == share)) continue;
-      const int64_t end = offset + (run.begin - entries_[p].run.begin) * size;
-      if (!parts.empty()) parts.back().bytes = end - begin;
-      parts.push_back({share, 0});
-      begin = end;
-    }
-  }
-  if (!parts.empty()) parts.back().bytes = bytes - begin;
-  return parts;
-}
-
-std::vector<at::Tensor> OptimizerState::move_to_common(const std::vector<size_t>& parameters,
-                                                       const std::vector<size_t>& num_states, const at::Tensor& memory,
-                                                       const std::vector<std::vector<Run>>& runs) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> moved;
-  int64_t bytes = 0;
-  for (const auto& [p, which, offset] : moves_to_common(parameters, num_states, bytes)) {
-    auto& entry = entries_[p];
-    const auto& tensor = entry.parameter.tensor;
-    const bool is_run = shard_.size > 1;
-    // A storage of its own, so that whoever saves or copies one does not take all. On the state's device to torch,
-    // though another one may have the memory.
-    auto common = at::from_blob(
-        memory.mutable_data_ptr<uint8_t>() + offset, is_run ? at::IntArrayRef(entry.run.count) : tensor.sizes(),
-        is_run ? at::IntArrayRef(1) : tensor.strides(), [memory](void*) {},
-        device_options(accumulation_dtype(entry.dtype)), device_);
-    auto& own = entry.tensor(which);
-    for (size_t share = 0; share < runs.size() && own.defined(); ++share) {
-      const auto& of_share = runs[share][p];
-      if (of_share.count == 0) continue;
-      const Run in_state{of_share.begin - entry.run.begin, of_share.count};
-      elements_of(common, in_state).copy_(elements_of(own, in_state));
-    }
-    if (!own.defined() && which != StateEntry::kMaster) note_new_state(entry, which);
-    own = std::move(common);
-    entry.common[which] = own.const_data_ptr();
-    if (which != StateEntry::kMaster) entry.num_states = std::max(entry.num_states, which + 1);
-    moved.push_back(own);
-    note_started(p);
-  }
-  return moved;
-}
-
-void OptimizerState::leave_common(size_t p) {
-  auto& entry = entries_[p];
-  for (size_t which = 0; which <= StateEntry::kMaster; ++which) {
-    if (!entry.is_common(which)) continue;
-    entry.common[which] = nullptr;
-    auto& tensor = entry.tensor(which);
-    tensor = empty_state(entry).copy_(tensor);
-    note_started(p);
-  }
-}
 
 }  // namespace muster

@@ -29,6 +29,7 @@ struct StateEntry {
 
   FlatParameter parameter;
   at::ScalarType dtype{};        ///< of the parameter when its state was made
+  std::vector<int64_t> sizes;    ///< likewise
   std::vector<int64_t> strides;  ///< likewise
   Run run;                       ///< elements that this shard owns, in memory order
   bool is_dense = true;          ///< its memory has neither gaps nor overlaps
@@ -51,6 +52,8 @@ struct StateEntry {
   bool is_common(size_t which) const {
     return common[which] != nullptr && common[which] == tensor(which).const_data_ptr();
   }
+  /// Whether the parameter has another shape than when its state was made.
+  bool is_resized() const { return parameter.tensor.sizes() != at::IntArrayRef(sizes); }
   /// tensor(which) as the next step begins with it, to be kept elsewhere; see current_master.
   at::Tensor current(size_t which) const;
 };
@@ -67,7 +70,8 @@ bool has_master(at::ScalarType dtype);
 /// The fp32 `master` of a low-precision `parameter` of its sizes, as a step begins with it: elements that do not round
 /// to the parameter's are older than it, and are its own there. Whatever wrote the parameter, its version counter does
 /// not matter: a write through `.data` leaves that alone, and one of the values that are there takes no bits away.
-/// `master` itself where it is all current; of a parameter that is of low precision no more, that one's values.
+/// `master` itself where it is all current, or of another shape; of a parameter that is of low precision no more, that
+/// one's values.
 at::Tensor current_master(const at::Tensor& master, const at::Tensor& parameter);
 
 /// State is kept in the accumulation dtype (fp32 but for fp64 parameters) and in the parameter's memory order; bf16 and
@@ -98,7 +102,7 @@ class OptimizerState {
   std::vector<float> step_counts() const;
   /// What processes that divide a step must have alike of a parameter.
   struct Standing {
-    float steps = 0;             ///< relevant ones that it took; 0 on a device, which is not waited for
+    float steps = 0;  ///< relevant ones that it took; 0 on a device, which is not waited for, and of SGD's shards
     bool has_own_state = false;  ///< state that was loaded and no other process sees
     bool started = false;        ///< as StateEntry's
   };
@@ -129,8 +133,9 @@ class OptimizerState {
   /// Parameters that took their first step, or got more state, since the last call.
   std::vector<size_t> take_started();
 
-  /// Lets state follow a parameter that was moved, converted or reordered since the last step. Throws InvalidArgument
-  /// where it cannot: row-wise and sharded state.
+  /// Lets state follow a parameter that was moved, converted or reordered since the last step, or given another shape
+  /// where it has no state, or state of that shape alone. Throws InvalidArgument where it cannot (row-wise and sharded
+  /// state, and state of another shape), and where user code changed the step count's dtype in place.
   void follow(size_t parameter);
   /// Counts a step of a parameter that has `num_states` tensors from here on; after follow. On a streamed device the
   /// step itself counts.
@@ -154,6 +159,9 @@ class OptimizerState {
   at::Tensor empty_state(size_t parameter) const { return empty_state(entry(parameter)); }
 
  private:
+  friend class FlatOptimizer;
+  friend class StepPlan;
+
   struct Move {
     size_t parameter;
     size_t which;
@@ -163,12 +171,23 @@ class OptimizerState {
   void check_row_wise(const FlatParameter& parameter, const FlatGroups& groups) const;
   void check_sizes(const StateEntry& entry, const at::Tensor& whole, at::IntArrayRef sizes) const;
   bool follow(StateEntry& entry);  // whether it has other tensors now
+  void follow_sizes();
+  void follow_before_set(StateEntry& entry);
+  void take_shape(StateEntry& entry) const;
+  void check_shard_sizes() const;
+  void check_tensors(size_t parameter) const;  // where a step touches them in any case
+  void check_tensor(const StateEntry& entry, size_t which) const;
+  bool fits(const StateEntry& entry, const at::Tensor& tensor) const;
+  [[noreturn]] void refuse(const StateEntry& entry, size_t which) const;
+  [[noreturn]] void refuse(const StateEntry& entry, const char* name, const at::Tensor& held,
+                           const std::string& expected) const;
   void allocate(StateEntry& entry, size_t num_states);
   void note_new_state(StateEntry& entry, size_t which);
   void note_started(size_t parameter);
   at::TensorOptions device_options(at::ScalarType dtype) const;
   at::Tensor empty_state(const StateEntry& entry) const;
   at::Tensor zero_state(const StateEntry& entry) const;
+  at::Tensor new_master(const StateEntry& entry) const;  // undefined where there is to be none
   at::Tensor own_part(const StateEntry& entry, const at::Tensor& whole) const;
   std::vector<Move> moves_to_common(const std::vector<size_t>& parameters, const std::vector<size_t>& num_states,
                                     int64_t& bytes) const;

@@ -68,7 +68,7 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   const uint64_t number = session_.streams().begin_call();
   if (call.call) replicas_.set_rows(call.rows);
   const auto outsiders = has_others && !set.window_open() ? sets_.outsiders_to_compare() : std::vector<size_t>();
-  set.open_micro_batch(closing, call.steps_flat(), call.optimizers, outsiders);
+  set.open_micro_batch(closing, call.steps_flat(), call.optimizers, outsiders, call.call != nullptr);
   if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
   if (closing) prepare_report(set, number);
@@ -185,7 +185,7 @@ StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
   const auto end = c10::make_scope_exit([this, &call] {
     if (const auto written = written_.extract(call.set)) doubt(written.mapped());
   });
-  const auto sums = [&] {
+  auto sums = [&] {
     const IntraOpThreads threads(session_.pool().threads_per_replica());
     return set.finish_window(call.steps_flat());
   }();
@@ -210,7 +210,11 @@ StepResult Stepper::end_window(ParameterSet& set, const StepCall& call) {
       if (updates_.was_dropped()) --steps_;
       throw;
     }
-    if (const auto* edited = set.told().edited) result.grad_norm = host_scalar(edited->norm);
+    if (const auto* edited = set.told().edited) {
+      result.grad_norm = host_scalar(edited->norm);
+      sums.finite = edited->finite != 0;
+      result.skipped = at::scalar_tensor(!sums.finite, at::kBool);
+    }
   }
   if (sums.on_device && is_capturing(session_.topology().devices.front())) return result;
   skip_limit_.note(sums, steps_);
@@ -297,12 +301,13 @@ void Stepper::run(const StepCall& call) {
   const ReplicaCalls::Casts casts(replicas_);
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(devices.size());
   auto shared_call = std::make_shared<const StepCall>(call);
+  const auto writes = std::make_shared<const StepWrites>(session_.registry(), devices, /*are_compared=*/false);
   const auto streams = current_streams(devices);
   session_.pool().run(
-      [this, shared_call, number, outcomes, streams](int local_replica) {
+      [this, shared_call, writes, number, outcomes, streams](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
         const StreamScope scope(streams[r]);
-        replicas_.run(*shared_call, number, local_replica, (*outcomes)[r]);
+        replicas_.run(*shared_call, *writes, number, local_replica, (*outcomes)[r]);
       },
       call.poll, call.interrupt);
   session_.failures().raise(*outcomes, {}, session_.topology().rank);

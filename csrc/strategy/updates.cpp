@@ -37,6 +37,7 @@ void Updates::make(ParameterSet& set, const StepCall& call, int64_t step) {
       note_no_optimizer(call.set);
     }
   } catch (...) {
+    if (call.steps_flat() && begun_ == 0 && set.servers() == nullptr) was_dropped_ = true;
     fail_peers();
     throw;
   }

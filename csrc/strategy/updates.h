@@ -29,7 +29,7 @@ class Updates {
   /// are hooked or steps divided.
   void make(ParameterSet& set, const StepCall& call, int64_t step);
 
-  /// Whether hooks dropped the window that make() was called for last: no rank stepped.
+  /// Whether the window that make() was called for last was dropped, by hooks or before anything was stepped.
   bool was_dropped() const noexcept { return was_dropped_; }
 
   /// Within the update of a set that is hooked, before the optimizers' steps; collective over workers. Calls this

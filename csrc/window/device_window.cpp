@@ -16,6 +16,7 @@
 #include "device/device.h"
 #include "device/kernel_dtype.h"
 #include "device/kernel_status.h"
+#include "gradient/gradient_dtype.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "window/buffer_sizes.h"
 #include "window/host_norm.h"
@@ -256,7 +257,7 @@ void DeviceWindow::leave_clipped_means(const Tail& tail, WindowSums& sums) {
   for (size_t p = 0; p < parameters.size(); ++p) {
     const auto& parameter = parameters[p].tensor;
     const auto& mean = context_.sums.sum_of(tail, p);
-    parameter.mutable_grad() = mean.defined() ? mean.to(parameter.scalar_type()) : at::Tensor();
+    parameter.mutable_grad() = mean.defined() ? mean.to(gradient_dtype(parameter)) : at::Tensor();
   }
   // Optimizers that know no flag must not be called.
   const auto scalars = scalars_.front()->read_scalars();
@@ -317,6 +318,7 @@ kernels::StepScalars* DeviceWindow::leave_means(const Tail& tail, const std::fun
 
 void DeviceWindow::update(const Tail& tail, FlatOptimizer& optimizer, const std::vector<int>& parameters,
                           const FlatGroups& groups, const OnReplicas& /*on_replicas*/) {
+  optimizer.follow_shapes();
   if (!step_in_shares(tail, optimizer, parameters, groups)) step_whole(tail, optimizer, parameters, groups);
   gather(tail, optimizer, parameters);
   for (const int p : parameters) context_.registry.note_agreed(static_cast<size_t>(p));

@@ -1,8 +1,11 @@
 #include "window/gradient_sums.h"
 
+#include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
 
 #include "core/plain_memory.h"
+#include "gradient/gradient_dtype.h"
 #include "muster/error.h"
 #include "optimizer/gradient_norm.h"
 #include "optimizer/shards.h"
@@ -15,7 +18,8 @@ GradientSums::GradientSums(ParameterRegistry& registry, const Topology& topology
                            const StrategyOptions& options, const void* strategy)
     : registry_(registry), topology_(topology), groups_(groups), options_(options), strategy_(strategy) {}
 
-bool GradientSums::is_stale(const std::vector<int>& parameters) const {
+bool GradientSums::begin_window(const std::vector<int>& parameters) {
+  of_window_ = parameters;
   if (engines_.empty()) return true;
   const auto& specs = engines_.front()->parameters();
   size_t next = 0;
@@ -26,8 +30,11 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
     const auto& slot = engines_.front()->slot(next);
     if (!specs[next].tensor.is_same(parameter) || !engines_.front()->watches(next)) return true;
     // A step reads sums in the parameter's memory order. Rows have none: servers make a stub of their weight.
-    if (!specs[next].has_rows && parameter.strides() != at::IntArrayRef(strides_[next])) return true;
-    if (slot.defined() && (slot.sizes() != parameter.sizes() || slot.is_complex() != parameter.is_complex() ||
+    const auto& [sizes, strides] = shapes_[next];
+    const bool is_alike =
+        parameter.sizes() == at::IntArrayRef(sizes) && parameter.strides() == at::IntArrayRef(strides);
+    if (!specs[next].has_rows && !is_alike) return true;
+    if (slot.defined() && (slot.is_complex() != parameter.is_complex() ||
                            c10::toRealValueType(slot.scalar_type()) !=
                                accumulation_dtype(c10::toRealValueType(parameter.scalar_type())))) {
       return true;
@@ -37,12 +44,9 @@ bool GradientSums::is_stale(const std::vector<int>& parameters) const {
   return next != trainable_.size();
 }
 
-int GradientSums::first_untrained(const std::vector<int>& parameters) const {
-  for (const int p : parameters) {
-    if (trainable_index_[static_cast<size_t>(p)] < 0 &&
-        registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) {
-      return p;
-    }
+int GradientSums::first_untrained() const {
+  for (const int p : of_window_) {
+    if (index_of(p) < 0 && registry_.parameter(0, static_cast<size_t>(p)).requires_grad()) return p;
   }
   return -1;
 }
@@ -50,12 +54,12 @@ int GradientSums::first_untrained(const std::vector<int>& parameters) const {
 void GradientSums::build(const std::vector<int>& parameters, const Deliver& deliver) {
   const auto num_replicas = topology_.devices.size();
   trainable_.clear();
-  strides_.clear();
+  shapes_.clear();
   for (int p : parameters) {
     const auto& parameter = registry_.parameter(0, static_cast<size_t>(p));
     if (!parameter.requires_grad()) continue;
     trainable_.push_back(p);
-    strides_.push_back(parameter.strides().vec());
+    shapes_.push_back({parameter.sizes().vec(), parameter.strides().vec()});
   }
   if (trainable_.empty()) {
     throw InvalidArgument("none of the parameters to train has requires_grad; unfreeze one before step()");
@@ -205,13 +209,19 @@ void GradientSums::edit(const Tail& tail, const std::function<void()>& edit) con
   const auto& parameters = engines_.front()->parameters();
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& mean = sum_of(tail, p);
-    if (mean.defined()) parameters[p].tensor.mutable_grad() = mean.to(parameters[p].tensor.scalar_type());
+    auto& shown = parameters[p].tensor.mutable_grad();
+    shown = mean.defined() ? mean.to(gradient_dtype(parameters[p].tensor)) : at::Tensor();
   }
   edit();
   for (size_t p = 0; p < trainable_.size(); ++p) {
     const auto& mean = sum_of(tail, p);
     const auto& edited = parameters[p].tensor.grad();
-    if (!mean.defined() || edited.is_same(mean)) continue;
+    if (edited.is_same(mean)) continue;
+    if (!mean.defined()) {
+      throw InvalidArgument("a hook gave a gradient to '" + parameters[p].name +
+                            "', which has none in this window and is not stepped; use the parameter in the step, or "
+                            "pass fuse=False");
+    }
     if (!edited.defined()) {
       throw InvalidArgument("a hook took the gradient of '" + parameters[p].name +
                             "' away, which is to be stepped from; set requires_grad to false before the step, or "
@@ -221,7 +231,13 @@ void GradientSums::edit(const Tail& tail, const std::function<void()>& edit) con
       throw InvalidArgument("a hook replaced the gradient of '" + parameters[p].name +
                             "' by one of another layout or shape; change it in place");
     }
-    mean.copy_(edited);
+    if (mean.is_sparse() || edited.scalar_type() == mean.scalar_type()) {
+      mean.copy_(edited);
+      continue;
+    }
+    // What was rounded to be shown, and left as it is, keeps its digits.
+    const auto is_left = edited.eq(mean.to(edited.scalar_type()));
+    mean.copy_(at::where(is_left, mean, edited.to(mean.scalar_type())));
   }
 }
 
@@ -230,17 +246,14 @@ void GradientSums::show(const std::vector<FlatGradient>& gradients, const std::v
     const auto& mean = gradients[i].sparse.defined() ? gradients[i].sparse : gradients[i].dense;
     if (!mean.defined()) continue;
     const auto& parameter = registry_.parameter(0, static_cast<size_t>(parameters[i]));
-    parameter.mutable_grad() = mean.to(parameter.scalar_type());
+    parameter.mutable_grad() = mean.to(gradient_dtype(parameter));
   }
 }
 
 void GradientSums::set_ignored(bool ignored, const std::vector<int>& shared) {
   std::vector<size_t> left;
   for (const int p : shared) {
-    const auto at = static_cast<size_t>(p);  // it may have come since the engines were made
-    if (at < trainable_index_.size() && trainable_index_[at] >= 0) {
-      left.push_back(static_cast<size_t>(trainable_index_[at]));
-    }
+    if (index_of(p) >= 0) left.push_back(static_cast<size_t>(index_of(p)));
   }
   for (auto& engine : engines_) engine->set_ignored(ignored, left);
 }

@@ -33,11 +33,12 @@ class GradientSums {
   size_t num_engines() const noexcept { return engines_.size(); }
   GradientEngine& engine(size_t local_replica) const noexcept { return *engines_[local_replica]; }
 
-  /// Whether the engines are not those of `parameters` (registry indices, ascending) as they are.
-  bool is_stale(const std::vector<int>& parameters) const;
+  /// A window begins for `parameters` (registry indices, ascending). Returns whether the engines are not those of
+  /// them as they are: then build() comes first.
+  bool begin_window(const std::vector<int>& parameters);
 
-  /// The first of `parameters` that requires gradients, and did not when the engines were made; -1 where there is none.
-  int first_untrained(const std::vector<int>& parameters) const;
+  /// The first of the window's parameters that requires gradients, and did not when it began; -1 where there is none.
+  int first_untrained() const;
 
   /// Null: gradients are reduced here.
   using Deliver = ServerPush::Take;
@@ -79,8 +80,11 @@ class GradientSums {
   const Run& owned_run(size_t parameter, size_t local_replica) const;
   bool owned_are_finite(const Tail& tail) const;
 
-  /// Index of a parameter among the trainable ones, or -1; by registry index.
-  int index_of(int parameter) const noexcept { return trainable_index_[static_cast<size_t>(parameter)]; }
+  /// Index of a parameter among the trainable ones, or -1; by registry index, which may have come since build().
+  int index_of(int parameter) const noexcept {
+    const auto at = static_cast<size_t>(parameter);
+    return at < trainable_index_.size() ? trainable_index_[at] : -1;
+  }
   /// The sums of `parameters` (registry indices), dense ones as the engine of `local_replica` has them.
   std::vector<FlatGradient> gradients_of(const Tail& tail, const std::vector<int>& parameters,
                                          size_t local_replica) const;
@@ -98,14 +102,20 @@ class GradientSums {
   void clear() noexcept;
 
  private:
+  struct Shape {
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> strides;
+  };
+
   ParameterRegistry& registry_;
   const Topology& topology_;
   const Groups& groups_;
   const StrategyOptions& options_;
   const void* strategy_;
+  std::vector<int> of_window_;
   std::vector<int> trainable_;
-  std::vector<std::vector<int64_t>> strides_;  // of those, in replica 0
-  std::vector<int> trainable_index_;           // by registry index
+  std::vector<Shape> shapes_;         // of those, in replica 0
+  std::vector<int> trainable_index_;  // by registry index
   std::vector<std::unique_ptr<GradientEngine>> engines_;
   bool to_owners_ = false;
   Division division_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device/kernel_dtype.h"
+#include "gradient/gradient_dtype.h"
 #include "kernels/step_math.h"
 #include "optimizer/gradient_norm.h"
 
@@ -55,9 +56,8 @@ void take_host_norm(const WindowContext& context, const Tail& tail, double loss_
   if (scalars.finite != 0) return;
   const auto sums = gradients.used(tail);
   // The square of an fp64 value, and high powers.
-  const bool has_doubles = std::any_of(sums.begin(), sums.end(), [](const auto& sum) {
-    return c10::toRealValueType(sum.scalar_type()) == at::kDouble;
-  });
+  const bool has_doubles = std::any_of(
+      sums.begin(), sums.end(), [](const auto& sum) { return c10::toRealValueType(sum.scalar_type()) == at::kDouble; });
   const bool may_overflow = kernels::keeps_digits(scalars.divisor) && (window.norm_type > 2 || has_doubles);
   if (!may_overflow) {
     // No step follows, and who closes now would take away the statistics that others still read.
@@ -96,8 +96,7 @@ void leave_clipped_means(const WindowContext& context, const Tail& tail, double 
     Piece piece{dense_values(sum), sum};
     divide(piece.values, divisor, norm_type, partials);
     for (const double partial : partials) kernels::add_partial(norm_sum, partial, norm_type);
-    gradient = piece.gradient.scalar_type() == parameter.scalar_type() ? piece.gradient
-                                                                       : piece.gradient.to(parameter.scalar_type());
+    gradient = piece.gradient.to(gradient_dtype(parameter));
     pieces.push_back(std::move(piece));
   }
   const double total = kernels::norm_total(norm_sum);
@@ -121,9 +120,7 @@ void leave_clipped_means(const WindowContext& context, const Tail& tail, double 
     segment.n = static_cast<size_t>(piece.values.numel());
     segment.dtype = kernel_dtype(piece.values.scalar_type());
     kernels::apply_means(&segment, 1, &clipping, /*clips=*/true);
-    if (piece.gradient.scalar_type() != parameter.scalar_type()) {
-      gradient = piece.gradient.to(parameter.scalar_type());
-    }
+    gradient = piece.gradient.to(gradient_dtype(parameter));
   }
 }
 

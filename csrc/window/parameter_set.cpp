@@ -101,9 +101,14 @@ void ParameterSet::check_no_complex() const {
 }
 
 void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps,
-                                    const std::vector<size_t>& outsiders) {
+                                    const std::vector<size_t>& outsiders, bool computes) {
   if (!window_open()) {
     check_no_complex();
+    if (servers_ == nullptr) {
+      for (const auto& step : steps) {
+        if (step.flat != nullptr) step.flat->follow_shapes();
+      }
+    }
     if (servers_ != nullptr && (servers() == nullptr || !fused)) {
       throw InvalidArgument(
           "parameter servers step AdamW, Adam, SGD or Adagrad alone (in C++ those of muster::optim); prepare() one "
@@ -116,16 +121,18 @@ void ParameterSet::open_micro_batch(bool last, bool fused, const std::vector<Opt
     drop_gradients_of_frozen();
     // Servers first say what was written: who loads a module writes its parameters, and moves them besides.
     window_->open();
-    if (sums_.is_stale(parameters_)) {
+    if (sums_.begin_window(parameters_)) {
       build_engines();
       agreed_ = {};
     }
     replicas_.assign(replicas_.size(), {});
     told_.raised = false;
-  } else if (const int p = sums_.first_untrained(parameters_); p >= 0) {
+  } else if (const int p = sums_.first_untrained(); computes && p >= 0) {
     throw InvalidArgument("parameter '" + registry_.name(static_cast<size_t>(p)) +
                           "' was unfrozen within a window of several micro-batches, whose first ones have no gradient "
                           "of it; unfreeze it between windows: after a step that says `stepped`, or flush()");
+  } else if (last) {
+    find_written_within();
   }
   last_ = last;
   if (divided_) divided_->bring_back();
@@ -224,6 +231,18 @@ void ParameterSet::find_written(const std::vector<size_t>& outsiders) {
   check_share_no_memory(owners);
   if (topology_.num_workers > 1) return;
   for (const int p : written_) registry_.note_agreed(static_cast<size_t>(p));  // there is nobody to compare with
+}
+
+// Between the micro-batches of a window, besides what was found before it.
+void ParameterSet::find_written_within() {
+  if (groups_.servers || topology_.num_workers == 1 || is_capturing(topology_.devices.front())) return;
+  for (const int p : parameters_) {
+    const auto index = static_cast<size_t>(p);
+    const bool is_known = std::find(written_.begin(), written_.end(), p) != written_.end();
+    if (is_known || registry_.expects_writes(index) || !registry_.was_written(index)) continue;
+    registry_.doubt(index);
+    written_.push_back(p);
+  }
 }
 
 void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {

@@ -54,8 +54,9 @@ class ParameterSet {
   /// Opens a micro-batch; rebuilds the engines when the trainable parameters changed and no window is open.
   /// Throws InvalidArgument if no parameter is trainable. `last`: of its window; `fused`: as finish_window's. `steps`:
   /// by what it is stepped then. `outsiders`: parameters in no set, which this one compares where they were written.
+  /// `computes`: a function gives losses, which may need parameters that the window was opened without.
   void open_micro_batch(bool last, bool fused, const std::vector<OptimizerStep>& steps = {},
-                        const std::vector<size_t>& outsiders = {});
+                        const std::vector<size_t>& outsiders = {}, bool computes = true);
 
   /// Before a replica's first micro-batch of a window; collective over replicas when the layout is new, and in the
   /// first window. `rows`: samples of a usual part, not above 0 when unknown. Throws LayoutMismatch if the replicas
@@ -130,6 +131,7 @@ class ParameterSet {
   void check_no_complex() const;
   void build_engines();
   void find_written(const std::vector<size_t>& outsiders);
+  void find_written_within();
   void drop_gradients_of_frozen();
   void divide(bool fused, const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;

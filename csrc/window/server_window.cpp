@@ -80,7 +80,11 @@ void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& par
     given.position.push_back(static_cast<size_t>(found - parameters.begin()));
     given.group_of.push_back(optimizer.group(given.position.back()));
     given.rows.push_back(registry.rows_of(p));
-    if (is_row_stub(given.tensors.back())) without_rows.push_back(given.position.back());
+    if (is_row_stub(given.tensors.back())) {
+      without_rows.push_back(given.position.back());
+    } else {
+      optimizer.state().follow(given.position.back());  // before servers take it
+    }
     const auto dtype = given.tensors.back().scalar_type();
     if (given.rows.back() != nullptr && dtype != at::kFloat) {
       throw InvalidArgument("embedding '" + registry.name(p) + "' has dtype " + c10::toString(dtype) +

@@ -40,6 +40,8 @@ def main(
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     if int(workers) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but that warns
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's options, which may be for several hosts
     options = run.parse_args(  # type: ignore[no-untyped-call]
         [
             "--standalone",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from muster import _C
 from muster.errors import InvalidArgument
 from muster.exact_loads import ExactLoads
 from muster.sharded_embedding import rows_are_left_out
+
+if TYPE_CHECKING:
+    from muster.stepped_optimizer import SteppedOptimizer
 
 __all__ = [
     "DTYPES",
@@ -73,22 +76,6 @@ class Algorithm:
     """Whether torch's has state of a parameter before its first step."""
     needs: frozenset[str] = frozenset()
     """State tensors that torch's step does not do without."""
-
-
-class SteppedOptimizer(Protocol):
-    """What `FlatState` needs of the optimizer that it steps."""
-
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-
-    def groups_by_position(self) -> list[int]:
-        """By the parameters' positions, the number of the group that each is in."""
-
-    def parameters_by_position(self) -> list[Tensor]:
-        """The parameters in the order of the groups."""
-
-    def state_at(self, parameters: Sequence[Tensor]) -> dict[int, Mapping[str, Any]]:
-        """`state` by the positions of `parameters`."""
 
 
 class FlatState:
@@ -329,6 +316,14 @@ class FlatState:
         return [*enumerate(self._flat.state_names), (_MASTER_NUMBER, MASTER)]
 
     def _groups(self) -> list[list[float]]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, default in self._optimizer.defaults.items():
+                given = group.get(name)
+                if any(isinstance(part, str) for part in (given if isinstance(given, tuple | list) else (given,))):
+                    raise InvalidArgument(
+                        f"option '{name}' of group {number} of {type(self._optimizer).__name__} is {given!r}, and its "
+                        f"step needs one like {default!r}; set optimizer.param_groups[{number}]['{name}']"
+                    )
         return [list(map(float, self._algorithm.row(group))) for group in self._optimizer.param_groups]
 
     def _take_over(self) -> None:
@@ -352,13 +347,14 @@ class FlatState:
         return any(values.get(name) is not None or (name in values and self.is_sharded) for name in names)
 
     def _has_nothing(self, position: int) -> bool:
-        """Nothing of it stands in `state`, as of plain SGD."""
-        return not self._algorithm.counts_steps and self._flat.num_states(position) == 0
+        """Nothing of it stands in `state`, as of plain SGD but for copies of low-precision parameters."""
+        is_low = self._parameters[position].dtype in LOW
+        return not self._algorithm.counts_steps and not is_low and self._flat.num_states(position) == 0
 
     def _take_values(self, position: int, values: Mapping[str, Any]) -> bool:
         """Whether anything differs from what is held."""
         flat = self._flat
-        changed = not flat.has_started(position)
+        changed, begins_anew = not flat.has_started(position), False
         for which, name in enumerate(flat.state_names):
             given, held = values.get(name), flat.state(position, which)
             if given is held:
@@ -369,6 +365,7 @@ class FlatState:
                 if name in self._algorithm.needs:
                     self._refuse(position, name)
                 given = torch.zeros_like(self._parameters[position], dtype=held.dtype)  # type: ignore[union-attr]
+                begins_anew = True
             flat.set_state(position, which, given.to_dense() if given.is_sparse else given)
             changed = True
         if values.get(MASTER) is not flat.master(position):
@@ -382,8 +379,11 @@ class FlatState:
                 flat.set_step_count(position, float(count))
                 changed = True
         elif changed:
+            if begins_anew and not flat.is_sharded:  # with shards every rank keeps a buffer, or none does
+                flat.reset(position)
+                flat.set_master(position, values.get(MASTER))
             # SGD counts no steps: with a buffer, the first one is past.
-            flat.set_step_count(position, 1.0 if flat.num_states(position) else 0.0)
+            flat.set_step_count(position, 1.0 if flat.num_states(position) and not begins_anew else 0.0)
         return changed
 
     def _refuse(self, position: int, name: str) -> NoReturn:

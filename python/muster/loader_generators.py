@@ -134,8 +134,8 @@ class LoaderGenerators:
         self.to_draw_anew = 0
 
     def of_workers(self, loader: DataLoader[Any]) -> torch.Generator | None:
-        """What torch draws the seed of DataLoader workers from, once in a pass, whose readers may begin again; None where
-        the loader has none, or they had theirs."""
+        """What torch draws the seed of DataLoader workers from, once in a pass, whose readers may begin again; None
+        where the loader has none, or they had theirs."""
         was_drawn_first = self._is_asked_anew and not self.to_draw_anew  # what the sampler draws came after it
         is_drawn = self._has_seed or was_drawn_first or (self._keeps_workers and self._has_workers)
         return None if is_drawn else loader.generator

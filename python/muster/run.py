@@ -50,7 +50,7 @@ class Server:
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "muster", "serve", "--address", self.address, "--until-stdin-ends"]
+        command = [sys.executable, "-P", "-m", "muster", "serve", "--address", self.address, "--until-stdin-ends"]
         if self._snapshots is not None:
             command += ["--snapshots", str(self._snapshots)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -217,7 +217,7 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
     # It imports torch while the servers do, and begins when it is told.
     told, tell = os.pipe()
     agent = subprocess.Popen(
-        [sys.executable, "-m", "muster.agent", str(os.getpid()), str(told), *command],
+        [sys.executable, "-P", "-m", "muster.agent", str(os.getpid()), str(told), *command],
         env=environment,
         start_new_session=True,
         pass_fds=[told],
@@ -250,7 +250,7 @@ def _train(command: list[str], servers: list[Server], signals: list[int]) -> int
         _say(str(died))
     if asked_to_end and not has_begun:
         return 128 + signals[0]
-    if code < 0:
+    if code < 0 and not asked_to_end:
         _say(f"torchrun's agent died ({_describe(code)}), and the job with it; the system's log may say why")
     return code if code >= 0 else 128 - code
 

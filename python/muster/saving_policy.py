@@ -18,6 +18,7 @@ from torch import Tensor
 from muster import _C, saved_tree
 from muster.checkpoint import reading
 from muster.errors import CheckpointError, InvalidArgument
+from muster.found_checkpoint import check_is_path
 from muster.kinds import is_count, is_real
 from muster.saving import Saving
 from muster.step import StepResult
@@ -72,6 +73,8 @@ class Checkpoints:
                     f"{name}= is a {type(given).__name__} without state_dict() and load_state_dict(); give values to "
                     f"after_step(result, {name}=...), as they are then: load() returns them"
                 )
+        if folder is not None:
+            check_is_path("Checkpoints", folder)
         if folder is not None and reading.number_of(Path(folder)) is not None:
             raise InvalidArgument(
                 f"'{folder}' is called as one checkpoint; give the folder of all, and load() its number"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import signal
 import sys
@@ -64,4 +65,6 @@ def serve(
 
 
 def _stdin_ended() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+    if sys.stdin is None:  # closed by who started this
+        return True
+    return bool(select.select([sys.stdin], [], [], 0)[0]) and os.read(sys.stdin.fileno(), 4096) == b""

@@ -224,7 +224,8 @@ class Writing:
         try:
             self.finish()
         finally:
-            self._writer = None
+            if self._writer is not None and self._writer.is_done:  # else the wait was interrupted
+                self._writer = None
 
 
 def _time_of(checkpoint: Path) -> float:

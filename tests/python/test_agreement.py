@@ -179,6 +179,27 @@ def test_parameters_that_steps_write_on_each_rank_are_compared(two_workers: Work
         assert "parameter '0.weight'" in message and "rank 0, rank 1" in message
 
 
+def written_within_a_window(strategy: muster.Strategy) -> str:
+    """By one rank, between the two micro-batches of a window."""
+    module, optimizer = build()
+    model, _ = strategy.prepare(module, optimizer)
+    x = torch.ones(4, 8)
+    for _ in range(3):
+        strategy.step(lambda x: model(x).square().mean(), x)
+    if strategy.rank == 1:
+        with torch.no_grad():
+            module[0].weight.mul_(10)
+    with pytest.raises(muster.LayoutMismatch) as caught:
+        strategy.step(lambda x: model(x).square().mean(), x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_writes_between_micro_batches_are_compared(two_workers: WorkerPool, fuse: bool) -> None:
+    for message in make_job("workers-2", two_workers)(written_within_a_window, accumulate=2, fuse=fuse):
+        assert "parameter '0.weight'" in message
+
+
 def with_an_unfused_optimizer(strategy: muster.Strategy) -> str:
     module = nn.Linear(8, 3)
     model, _ = strategy.prepare(module, torch.optim.RMSprop(module.parameters()))

@@ -100,11 +100,16 @@ def add_an_entry(optimizer: Any, initial: dict[str, Any]) -> None:
         values["note"] = "of the user's own"
 
 
+def drop_momentum(optimizer: Any, initial: dict[str, Any]) -> None:
+    for values in optimizer.state.values():
+        values["momentum_buffer"] = None
+
+
 EDITS: dict[str, Edit] = {
     edit.__name__: edit
     for edit in (
         clear, replace_the_dict, pop, empty, load_initial, load_own, replace_a_tensor, edit_a_tensor, replace_the_step,
-        edit_the_step, add_an_entry,
+        edit_the_step, add_an_entry, drop_momentum,
     )
 }  # fmt: skip
 
@@ -529,3 +534,57 @@ def test_groups_that_share_a_learning_rate_share_it_on_all_workers(worker_job: L
     first, second = worker_job(shared_rate)
     assert first == second
     assert first[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_momentum_that_is_taken_out_begins_anew_in_any_precision(
+    strategy: muster.MirroredStrategy, dtype: torch.dtype
+) -> None:
+    module = net(dtype)
+    model, optimizer = strategy.prepare(module, make("sgd", module))
+    x = torch.linspace(-1, 1, 4 * 96).view(4, 96).to(dtype)
+
+    def step() -> None:
+        strategy.step(lambda x: model(x).float().square().mean(), x)
+
+    for _ in range(3):
+        step()
+    masters = [values["master"].clone() for values in optimizer.state.values() if "master" in values]
+    drop_momentum(optimizer, {})
+    assert all(values["momentum_buffer"] is None for values in optimizer.state_dict()["state"].values())
+    kept = [values["master"] for values in optimizer.state_dict()["state"].values() if "master" in values]
+    assert all(map(torch.equal, masters, kept))
+    twin = copy.deepcopy(module)
+    twin(x).float().square().mean().backward()
+    gradients = [parameter.grad.float() for parameter in twin.parameters() if parameter.grad is not None]
+    step()
+    for gradient, values in zip(gradients, optimizer.state.values(), strict=True):
+        # Not less the dampening, as of a buffer of zeros.
+        torch.testing.assert_close(values["momentum_buffer"], gradient, rtol=2e-2, atol=1e-5)
+
+
+def test_clearing_drops_a_master_copy_that_stands_alone(strategy: muster.MirroredStrategy) -> None:
+    module = net(torch.bfloat16)
+    model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
+    x = torch.linspace(-1, 1, 4 * 96).view(4, 96).bfloat16()
+    strategy.step(lambda x: model(x).float().square().mean(), x)
+    rounded = module[0].weight.detach().float()
+    assert not torch.equal(optimizer.state[module[0].weight]["master"], rounded)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["lr"] = 0.0
+    strategy.step(lambda x: model(x).float().square().mean(), x)
+    assert torch.equal(optimizer.state[module[0].weight]["master"], rounded)
+
+
+@pytest.mark.parametrize(("option", "text"), [("lr", "0.1"), ("betas", ("0.9", 0.999)), ("eps", "1e-8")])
+def test_a_hyperparameter_in_words_is_refused_by_name(
+    strategy: muster.MirroredStrategy, option: str, text: Any
+) -> None:
+    module = net()
+    model, optimizer = strategy.prepare(module, make("adam", module))
+    train(strategy, model)
+    optimizer.param_groups[0]["note"] = "of the user's own"
+    train(strategy, model)
+    optimizer.param_groups[0][option] = text
+    with pytest.raises(muster.InvalidArgument, match=f"option '{option}' of group 0 of Adam"):
+        train(strategy, model)

@@ -1206,3 +1206,81 @@ def test_sums_over_two_loaders_batches_add_up_and_means_count_those_of_the_first
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
         assert weights == [4.0, 4.0]
+
+
+# --- parameters that come to an optimizer -----------------------------------------------------------------------------
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_frozen_parameters_of_a_module_that_was_prepared_later_stay(kind: Any, replicas: int) -> None:
+    module, head = nn.Linear(40, 30), nn.Linear(40, 30).requires_grad_(False)
+    before = state_of(head)
+    optimizer = kind(module.parameters(), lr=0.1)
+    with muster.MirroredStrategy(["cpu"] * replicas) as strategy:
+        model, _ = strategy.prepare(module, optimizer)
+        strategy.step(lambda x: model(x).square().mean(), torch.randn(8, 40))
+        strategy.prepare(head)
+        optimizer.add_param_group({"params": list(head.parameters())})
+        for _ in range(3):
+            strategy.step(lambda x: model(x).square().mean(), torch.randn(8, 40))
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("is_prepared_later", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_parameters_that_come_within_a_window_train_from_the_next_one_on(
+    replicas: int, is_prepared_later: bool
+) -> None:
+    module, head = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    with muster.MirroredStrategy(["cpu"] * replicas, accumulate=2) as strategy:
+        model, _ = strategy.prepare(module, optimizer)
+        if not is_prepared_later:
+            strategy.prepare(head)
+        strategy.step(lambda x: model(x).square().mean(), x)
+        prepared_head = strategy.prepare(head)
+        optimizer.add_param_group({"params": list(head.parameters())})
+        before = state_of(head)
+        assert strategy.step(lambda x: (model(x) + prepared_head(x)).square().mean(), x).stepped
+        assert all(torch.equal(a, b) for a, b in zip(head.parameters(), before, strict=True))
+        twin = copy.deepcopy(head)
+        ((module(x).detach() + twin(x)).square().mean()).backward()
+        for _ in range(2):
+            strategy.step(lambda x: (model(x) + prepared_head(x)).square().mean(), x)
+    for mine, its in zip(head.parameters(), twin.parameters(), strict=True):
+        assert its.grad is not None
+        torch.testing.assert_close(mine, its - 0.1 * its.grad)
+
+
+def test_flush_closes_a_window_in_which_a_layer_was_unfrozen() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1).requires_grad_(False))
+    x = torch.randn(8, 4)
+    with muster.MirroredStrategy(["cpu"] * 2, accumulate=2) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        strategy.step(lambda x: model(x).square().mean(), x)
+        module[1].requires_grad_(True)
+        with pytest.raises(muster.InvalidArgument, match="was unfrozen within a window"):
+            strategy.step(lambda x: model(x).square().mean(), x)
+        flushed = strategy.flush()
+        assert flushed is not None and flushed.stepped
+        before = state_of(module[1])
+        for _ in range(2):
+            strategy.step(lambda x: model(x).square().mean(), x)
+        assert not torch.equal(module[1].weight, before[0])
+
+
+def test_a_window_that_hyperparameters_refuse_does_not_count() -> None:
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model, _ = strategy.prepare(module, optimizer)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.param_groups[0]["lr"] = object()
+            return model(x).square().mean()  # type: ignore[no-any-return]
+
+        with pytest.raises(muster.InvalidArgument, match="'lr' of group 0"):
+            strategy.step(step, torch.ones(4, 4))
+        assert strategy.steps == 0
+        optimizer.param_groups[0]["lr"] = 0.1
+        assert strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 4)).step == 1

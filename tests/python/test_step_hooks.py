@@ -393,3 +393,53 @@ def registering(strategy: muster.Strategy) -> Any:
 def test_ranks_agree_on_hooks_that_the_function_registered(worker_job: Launcher, options: str) -> None:
     results = worker_job(registering, **OPTIONS[options])
     assert [tuple(result) for result in results] == [("RemoteError", True, True), ("Broken", True, True)]
+
+
+def test_a_hook_that_leaves_a_gradient_that_is_not_finite_skips_the_window() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2, keep_gradients=True, max_skipped=2) as strategy:
+        module, model, optimizer = prepared(strategy)
+        before = values(module)
+        optimizer.register_step_pre_hook(lambda *_: module[1].weight.grad.fill_(float("nan")))
+        x = batch(strategy)
+        result = strategy.step(lambda x: model(x).square().mean(), x)
+        assert result.stepped and result.skipped
+        with pytest.raises(muster.NonFinite, match="2 windows in a row"):
+            strategy.step(lambda x: model(x).square().mean(), x)
+        assert all(torch.equal(a, b) for a, b in zip(values(module), before, strict=True))
+
+
+def test_a_hook_that_gives_a_gradient_to_an_unused_parameter_is_refused() -> None:
+    with muster.MirroredStrategy(["cpu"] * 2, keep_gradients=True) as strategy:
+        module, model, optimizer = prepared(strategy)
+
+        def hook(*_: Any) -> None:
+            module[1].weight.grad = torch.ones_like(module[1].weight)
+
+        handle = optimizer.register_step_pre_hook(hook)
+        x = batch(strategy)
+        with pytest.raises(muster.InvalidArgument, match=r"a hook gave a gradient to '1\.weight', which has none"):
+            strategy.step(lambda x: model[0](x).square().mean(), x)
+        handle.remove()
+        assert strategy.step(lambda x: model[0](x).square().mean(), x).stepped and strategy.steps == 1
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_a_hook_changes_what_it_edits_alone_in_low_precision(edits: bool) -> None:
+    def trained(hooked: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Linear(16, 4).bfloat16()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        with muster.MirroredStrategy(["cpu"] * 2, keep_gradients=True) as strategy:
+            model, _ = strategy.prepare(module, optimizer)
+            if hooked:
+                optimizer.register_step_pre_hook(lambda *_: module.weight.grad[0].zero_() if edits else None)
+            for seed in range(5):
+                x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+                strategy.step(lambda x: model(x).float().square().mean(), x)
+            return [optimizer.state[p]["momentum_buffer"].clone() for p in module.parameters()]
+
+    (weight, bias), (plain_weight, plain_bias) = trained(True), trained(False)
+    if edits:
+        assert not weight[0].any() and plain_weight[0].any()
+    else:
+        assert torch.equal(weight, plain_weight) and torch.equal(bias, plain_bias)

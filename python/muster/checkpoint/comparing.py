@@ -33,20 +33,20 @@ def compare(first: Checkpoint, second: Checkpoint) -> Comparison:
     documents = [_document(checkpoint) for checkpoint in (first, second)]
     if first.is_of_strategy and second.is_of_strategy:
         _number_alike(*documents)
-    ours, theirs = (dict(_leaves_of(document, "")) for document in documents)
+    ours, theirs = (dict(_leaves_of(document, ())) for document in documents)
     differences, tensors, values = [], 0, 0
     for place, value in ours.items():
         if place not in theirs:
-            differences.append(f"{place}: only in the first, {_words(value)}")
+            differences.append(f"{_path(place)}: only in the first, {_words(value)}")
         elif (difference := _difference(value, theirs[place])) is not None:
-            differences.append(f"{place}: {difference}")
+            differences.append(f"{_path(place)}: {difference}")
         elif isinstance(value, Tensor):
             tensors += 1
         else:
             values += 1
     for place, value in theirs.items():
         if place not in ours:
-            differences.append(f"{place}: only in the second, {_words(value)}")
+            differences.append(f"{_path(place)}: only in the second, {_words(value)}")
     return Comparison(differences, tensors, values)
 
 
@@ -70,7 +70,15 @@ def _number_alike(first: dict[str, Any], second: dict[str, Any]) -> None:
                 document["optimizers"] = listed
 
 
-def _leaves_of(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+_Place = tuple[tuple[type, Any], ...]
+"""The keys on the way to a value, with their types: 1, "1" and True are three."""
+
+
+def _path(place: _Place) -> str:
+    return "/".join(str(key) for _, key in place)
+
+
+def _leaves_of(value: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
     items: list[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -80,7 +88,7 @@ def _leaves_of(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
         return
     for key, each in items:
-        yield from _leaves_of(each, f"{place}/{key}" if place else str(key))
+        yield from _leaves_of(each, (*place, (type(key), key)))
 
 
 def _words(value: Any) -> str:

@@ -110,7 +110,7 @@ def from_others(order: Order) -> tuple[Path, list[str]]:
                 f"'{source}' is Muster's already: to take it elsewhere, name a TARGET that ends in .safetensors or .pt"
             )
     _check_new(Path(order.target))
-    program = [sys.executable, "-m", "muster.checkpoint.importing", order.text()]
+    program = [sys.executable, "-P", "-m", "muster.checkpoint.importing", order.text()]
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(program, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -117,12 +117,12 @@ def folders_in(path: str | os.PathLike[str]) -> list[Path]:
         if found:
             return found
         of_servers = (each.name.removeprefix("server-") for each in path.glob("server-*") if numbered_in(each))
-        if servers := [number for number in of_servers if number.isdigit()]:
+        if servers := [number for number in of_servers if number.isascii() and number.isdigit()]:
             raise NoCheckpoint(
                 f"'{path}' holds the folders of parameter servers {_some(servers)}; give one of them: {path}/server-N"
             )
         raise NoCheckpoint(f"'{path}' holds no checkpoint; give the folder that strategy.save() wrote to")
-    if path.name.isdigit() and path.parent.is_dir():
+    if path.name.isascii() and path.name.isdigit() and path.parent.is_dir():
         short = path.parent / numbered(int(path.name))
         if short.is_dir():
             return [short]

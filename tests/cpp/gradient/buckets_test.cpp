@@ -109,4 +109,29 @@ TEST_CASE("a gradient in another order or form is arranged as its slot", "[gradi
   CHECK_FALSE(buckets.is_arranged(0, arranged.to(at::kDouble)));
 }
 
+TEST_CASE("gradients keep the dtype that they come in, where kernels take it", "[gradient]") {
+  Buckets buckets({{"low", at::zeros({2, 3}, at::kBFloat16)}, {"wide", at::zeros({2, 3}, at::kDouble)}});
+  buckets.lay_out({}, 1 << 20, 1 << 20, 0);
+  const auto gradient = (at::arange(6, at::kFloat).view({3, 2}) + 1.0 / 4096).t();
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const auto given = gradient.to(dtype);
+    CHECK(buckets.is_arranged(0, given.contiguous()));
+    CHECK(buckets.arranged(0, given).scalar_type() == dtype);
+    CHECK(buckets.arranged(0, given).equal(given));
+    CHECK_FALSE(buckets.is_arranged(1, given.contiguous()));
+    CHECK(buckets.arranged(1, given).equal(given.to(at::kDouble)));
+  }
+  CHECK(buckets.arranged(0, gradient.to(at::kDouble)).equal(gradient));
+}
+
+TEST_CASE("a gradient of another shape than its slot is refused by name", "[gradient]") {
+  Buckets buckets({{"first", at::zeros({2, 3})}});
+  buckets.lay_out({}, 1 << 20, 1 << 20, 0);
+  buckets.allocate(*comm::make_single(), std::nullopt);
+  for (const auto& other : {at::zeros({1, 3}), at::zeros({4, 3}), at::zeros({6}), at::zeros({1, 2, 3})}) {
+    CHECK_FALSE(buckets.is_arranged(0, other));
+    CHECK_THROWS_WITH(buckets.arranged(0, other), ContainsSubstring("'first'") && ContainsSubstring("[2, 3]"));
+  }
+}
+
 }  // namespace muster

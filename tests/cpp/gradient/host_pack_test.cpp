@@ -34,7 +34,8 @@ struct Reader final : BucketReduction {
 };
 
 struct Packed {
-  Packed() : buckets({{"a", at::zeros({4})}, {"b", at::zeros({4})}}) {
+  explicit Packed(at::ScalarType dtype = at::kFloat)
+      : buckets({{"a", at::zeros({4}, dtype)}, {"b", at::zeros({4}, dtype)}}) {
     buckets.lay_out({}, 1 << 20, 1 << 20, 0);
     buckets.allocate(*comm::make_single(), std::nullopt);
     buckets[0].sums.fill_(100);
@@ -104,6 +105,19 @@ TEST_CASE("nothing is offered unless the micro-batch allows it", "[gradient]") {
   packed.pack({});
   CHECK(packed.reader.offered.empty());
   CHECK(packed.buckets.view(0).equal(at::full({4}, 3, at::kFloat)));
+}
+
+TEST_CASE("an fp32 gradient of a low-precision parameter is packed, and read, as it is", "[gradient]") {
+  Packed packed(at::kBFloat16);
+  const double value = 1 + 1.0 / 4096;
+  packed.grad(0, value);
+  packed.pack({});
+  CHECK(packed.buckets.view(0).equal(at::full({4}, value, at::kFloat)));
+  packed.states.assign(2, {});
+  packed.grad(0, value);
+  packed.pack({.may_offer = true});
+  REQUIRE(packed.reader.offered == std::vector<size_t>{0});
+  CHECK(packed.reader.lent->gradient.equal(at::full({4}, value, at::kFloat)));
 }
 
 }  // namespace muster

@@ -63,20 +63,20 @@ TEST_CASE("a parameter's sum is dense, rows, or none", "[window]") {
 TEST_CASE("engines are stale once what is trained is another, or of another dtype", "[window]") {
   Set set;
   auto& sums = set.job.sums;
-  CHECK_FALSE(sums.is_stale(set.job.all()));
+  CHECK_FALSE(sums.begin_window(set.job.all()));
   SECTION("a parameter is frozen") {
     set.a.set_requires_grad(false);
-    CHECK(sums.is_stale(set.job.all()));
+    CHECK(sums.begin_window(set.job.all()));
     set.job.build();
     CHECK(sums.trainable() == std::vector<int>{2, 3});
   }
   SECTION("a parameter is converted") {
     set.accumulate();
-    CHECK_FALSE(sums.is_stale(set.job.all()));
+    CHECK_FALSE(sums.begin_window(set.job.all()));
     set.a.set_data(set.a.detach().to(at::kDouble));
-    CHECK(sums.is_stale(set.job.all()));
+    CHECK(sums.begin_window(set.job.all()));
   }
-  SECTION("others are asked for") { CHECK(sums.is_stale({0, 2})); }
+  SECTION("others are asked for") { CHECK(sums.begin_window({0, 2})); }
   CHECK_THROWS_AS(sums.build({1}, {}), InvalidArgument);
 }
 
