@@ -251,6 +251,21 @@ def test_every_difference_is_said(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("12 differences; ")
 
 
+def test_values_whose_places_read_alike_are_told_apart(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        state_of(tmp_path / name, nested={"a": {"b": value}, "a/b": 5, 1: value, "1": 5})
+    code, out, _ = run("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and out.count(": 1 and 2") == 2
+
+
+def test_no_file_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the current folder was run')")
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run("convert", "m.pt", "converted")
+    assert code == 0, said
+
+
 def test_a_damaged_checkpoint_is_neither_equal_nor_different(runs: Path) -> None:
     flip(number(runs, 3) / "shard-00000.safetensors")
     code, _, error = run("diff", runs / "3", runs / "2")

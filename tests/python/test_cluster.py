@@ -83,6 +83,15 @@ def test_servers_of_the_environment() -> None:
         _cluster_from_environment({"MUSTER_SERVERS": "localhost:1,localhost:1"})
 
 
+def test_brackets_and_blanks_of_the_environment() -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "[::1]", "MASTER_PORT": "29501"}
+    assert _cluster_from_environment(variables).address == "[::1]:29501"
+    assert _cluster_from_environment({"MUSTER_SERVERS": " localhost:1, localhost:2 "}).servers == (
+        "localhost:1",
+        "localhost:2",
+    )
+
+
 def test_torchrun() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "29501"}
     cluster = _cluster_from_environment(variables)

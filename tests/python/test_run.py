@@ -209,6 +209,29 @@ def test_children_of_any_name_are_found() -> None:
         process.kill()
 
 
+def test_a_server_goes_on_until_its_input_ends() -> None:
+    command = [sys.executable, "-m", "muster", "serve", "--until-stdin-ends"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout.readline().startswith(b"localhost:")
+        server.stdin.write(b"more\n")
+        server.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1)
+        server.stdin.close()
+        assert server.wait(60) == 0
+    closed = subprocess.run(command, stdin=None, capture_output=True, preexec_fn=lambda: os.close(0), timeout=60)
+    assert closed.returncode == 0 and closed.stderr.count(b"Traceback") == 0
+
+
+def test_options_of_torchrun_in_the_environment_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NO_PYTHON", "1")
+    (program := tmp_path / "program.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    command = [sys.executable, "-m", "muster", "run", "--workers", "1", "--servers", "0", str(program)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "1\n"
+
+
 def test_a_server_with_snapshots_is_started_again(steps: Path, tmp_path: Path) -> None:
     options = ["--workers", 2, "--snapshots", tmp_path / "snapshots"]
     with Command("run", *options, steps, tmp_path, 20, "wait") as job:

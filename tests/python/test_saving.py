@@ -714,6 +714,9 @@ def test_paths_that_are_neither_a_folder_nor_a_checkpoint_are_refused(tmp_path: 
                 strategy.save(path)  # type: ignore[arg-type]
             with pytest.raises(muster.InvalidArgument):
                 strategy.load(path)  # type: ignore[arg-type]
+            if path is not None:
+                with pytest.raises(muster.InvalidArgument):
+                    muster.Checkpoints(strategy, path)
 
 
 def test_values_that_no_file_holds_are_named(tmp_path: Path) -> None:
