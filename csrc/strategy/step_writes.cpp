@@ -16,7 +16,7 @@ WriteTrace trace_of(const at::Tensor& parameter) { return WriteTrace::of(paramet
 
 StepWrites::StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared)
     : registry_(registry), is_shared_(share_memory(devices)), are_compared_(are_compared) {
-  if ((!is_shared_ && !are_compared_) || registry.parameters().empty()) return;  // a run() needs no modules
+  if (!is_shared_ && !are_compared_) return;
   for (const auto& parameter : registry.parameters().front()) before_.push_back(trace_of(parameter));
 }
 
@@ -25,10 +25,11 @@ void StepWrites::check() const {
   const size_t replicas = registry_.parameters().size();
   for (size_t p = 0; p < before_.size(); ++p) {
     if (!was_written(p, /*in_place=*/true)) continue;
-    throw InvalidArgument("parameter '" + registry_.name(p) +
-                          "' was written in a step or run(), which runs once for each of " + std::to_string(replicas) +
-                          " replicas that share its memory, so that it was written as often, and while others read it; "
-                          "write it between them, or use MultiWorkerMirroredStrategy, with a process for each replica");
+    throw InvalidArgument(
+        "parameter '" + registry_.name(p) + "' was written in the step, which runs once for each of " +
+        std::to_string(replicas) +
+        " replicas that share its memory, so that it was written as often, and while others read it; "
+        "write it between steps, or use MultiWorkerMirroredStrategy, with a process for each replica");
   }
 }
 

@@ -1,4 +1,4 @@
-// Writes to parameters in a step or run.
+// Writes to parameters in a step.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,7 +16,7 @@ namespace muster {
 /// the registry.
 class StepWrites {
  public:
-  /// Before a step or run on replicas of these devices; `are_compared`: by workers. By the thread that steps.
+  /// Before a step on replicas of these devices; `are_compared`: by workers. By the thread that steps.
   StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared);
 
   /// After a replica's part of it, by the replica's thread. Throws InvalidArgument where replicas share memory, for a

@@ -40,8 +40,8 @@ DIFFERS = {
     "test_step.py": "without_weight or weights_are_finite or not_finite_is_skipped_and_named or weight_0_that_is_not",
     # Each worker steps with its own state, so that what one loads is a difference where its values are.
     "test_agreement.py": "state and loaded",
-    # Nobody waits for a rank that cannot step.
-    "test_step_hooks.py": "peers_learn_at_once",
+    # Nobody waits for a rank that cannot step, and the result tells of the gradients before hooks.
+    "test_step_hooks.py": "peers_learn_at_once or is_not_finite_skips",
     # Sums that travel as bf16 are not rounded once by who owns them.
     "test_wire.py": "owners",
 }

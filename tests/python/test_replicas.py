@@ -766,10 +766,8 @@ def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error(wri
     x = torch.ones(4, 3)
     with muster.MirroredStrategy(["cpu"] * 2) as strategy:
         model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
-        with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in a step.*2 replicas"):
+        with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in the step.*2 replicas"):
             strategy.step(lambda x: model(x).square().mean(), x)
-        with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in a step or run\(\)"):
-            strategy.run(model, x)
         model.writes = None
         before = module.first.weight.detach().clone()
         strategy.step(lambda x: model(x).square().mean(), x)

@@ -70,4 +70,4 @@ def _run(name: str, cpp: Path | None, out: Path | None) -> int:
     options = list(SHORT.get(name, []))
     for option, folder in {"--cpp": cpp if name in WITH_CPP else None, "--out": out}.items():
         options += [option, str(folder)] if folder else []
-    return subprocess.run([sys.executable, "-P", "-m", "muster", "bench", name, *options]).returncode
+    return subprocess.run([sys.executable, "-m", "muster", "bench", name, *options]).returncode

@@ -58,7 +58,7 @@ TEST_CASE("a parameter that several replicas of a process write in a step is an 
     return;
   }
   const auto text = message_of<InvalidArgument>(step);
-  CHECK(contains(text, "'teacher.weight' was written in a step"));
+  CHECK(contains(text, "'teacher.weight' was written in the step"));
   CHECK(contains(text, "2 replicas"));
   forward_writes = Writes::none;
   const auto before = model->student->weight.detach().clone();
