@@ -11,6 +11,7 @@
 #include "bindings/thread_interrupt.h"
 #include "comm/text_exchange.h"
 #include "core/heap.h"
+#include "gradient/post_hook.h"
 #include "muster/batch.h"
 #include "muster/cluster.h"
 #include "strategy/build.h"
@@ -426,6 +427,7 @@ void bind_strategy(py::module_& m) {
       });
   m.def("return_freed_memory", &return_freed_memory, Release());
   m.def("let_sigterm_end", &SigtermWatch::let_end);
+  m.def("refuse_compiled_autograd", &refuse_compiled_autograd);
   m.def("make_parameter_server", [](const Cluster& cluster, const std::vector<std::string>& devices,
                                     const ServerOptions& servers, const py::dict& options) {
     const auto parsed = options_of(options);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 #include "core/plain_memory.h"
@@ -217,13 +218,8 @@ void ParameterSet::find_written(const std::vector<size_t>& outsiders) {
   agreement_.reset();
   // A graph cannot bring values to the host: the next window outside of one compares them.
   if (groups_.servers || is_capturing(topology_.devices.front())) return;
-  const auto look_at = [&](size_t p) {
-    if (!registry_.was_written(p)) return;
-    registry_.doubt(p);
-    written_.push_back(static_cast<int>(p));
-  };
-  for (const int p : parameters_) look_at(static_cast<size_t>(p));
-  for (const size_t p : outsiders) look_at(p);
+  for (const int p : parameters_) note_if_written(static_cast<size_t>(p));
+  for (const size_t p : outsiders) note_if_written(p);
   if (written_.empty()) return;
   std::vector<MemoryOwner> owners;
   for (size_t p = 0; p < registry_.num_parameters(); ++p)
@@ -233,16 +229,20 @@ void ParameterSet::find_written(const std::vector<size_t>& outsiders) {
   for (const int p : written_) registry_.note_agreed(static_cast<size_t>(p));  // there is nobody to compare with
 }
 
-// Between the micro-batches of a window, besides what was found before it.
+// Between the micro-batches of a window, besides what was found before it, which counts as written still.
 void ParameterSet::find_written_within() {
   if (groups_.servers || topology_.num_workers == 1 || is_capturing(topology_.devices.front())) return;
+  const std::unordered_set<int> known(written_.begin(), written_.end());
   for (const int p : parameters_) {
-    const auto index = static_cast<size_t>(p);
-    const bool is_known = std::find(written_.begin(), written_.end(), p) != written_.end();
-    if (is_known || registry_.expects_writes(index) || !registry_.was_written(index)) continue;
-    registry_.doubt(index);
-    written_.push_back(p);
+    if (!known.contains(p) && !registry_.expects_writes(static_cast<size_t>(p)))
+      note_if_written(static_cast<size_t>(p));
   }
+}
+
+void ParameterSet::note_if_written(size_t p) {
+  if (!registry_.was_written(p)) return;
+  registry_.doubt(p);
+  written_.push_back(static_cast<int>(p));
 }
 
 void ParameterSet::agree_on(std::vector<OptimizerStep> steps) {

@@ -132,6 +132,7 @@ class ParameterSet {
   void build_engines();
   void find_written(const std::vector<size_t>& outsiders);
   void find_written_within();
+  void note_if_written(size_t parameter);
   void drop_gradients_of_frozen();
   void divide(bool fused, const std::vector<OptimizerStep>& steps);
   std::shared_ptr<const Shards> shards_of(const std::vector<OptimizerStep>& steps) const;

@@ -12,11 +12,10 @@ _checkpoint: Any  # snapshots, for tests
 _server: Any  # parameter servers, and probes of them for tests and benchmarks
 kernels: Any  # kernels over tensors, for tests and benchmarks
 
-_FlatGroups = tuple[str, list[list[float]]]
 _FlatStep = tuple[FlatOptimizer, list[int], str, list[list[float]]]
 _Groups = Sequence[Sequence[float]]
 _Optimizers = Sequence[_FlatStep] | Sequence[list[str]]
-_BeforeUpdate = Callable[[], Sequence[_FlatGroups]]
+_BeforeUpdate = Callable[[], Sequence[tuple[str, list[list[float]]]]]
 _Call = Callable[[], None]
 _Update = tuple[int, _Optimizers, _BeforeUpdate | None, _Call | None]
 
@@ -120,6 +119,7 @@ class MaxSize:
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]: ...
 
 def return_freed_memory() -> None: ...
+def refuse_compiled_autograd() -> NoReturn: ...
 def fill_rows(values: torch.Tensor, kind: str, scale: float, seed: int, first: int = 0) -> None: ...
 def make_row_stub(num_rows: int, dim: int) -> torch.Tensor: ...
 def is_row_stub(weight: torch.Tensor) -> bool: ...

@@ -75,10 +75,10 @@ class Checkpoints:
                 )
         if folder is not None:
             check_is_path("Checkpoints", folder)
-        if folder is not None and reading.number_of(Path(folder)) is not None:
-            raise InvalidArgument(
-                f"'{folder}' is called as one checkpoint; give the folder of all, and load() its number"
-            )
+            if reading.number_of(Path(folder)) is not None:
+                raise InvalidArgument(
+                    f"'{folder}' is called as one checkpoint; give the folder of all, and load() its number"
+                )
         _check_names(state, ())
         self._strategy = strategy
         self._folder = None if folder is None else Path(folder).absolute()

@@ -334,7 +334,4 @@ def _refuse_compiled_autograd() -> None:
     """As the library's hooks do, which torch calls for one replica alone: it runs no two compiled backwards at once."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.compiled_autograd_enabled:
-        raise InvalidArgument(
-            "compiled autograd cannot run the hooks that bring a parameter's gradient to other replicas; leave "
-            "torch._dynamo.config.compiled_autograd off (torch.compile works without it)"
-        )
+        _C.refuse_compiled_autograd()
