@@ -103,7 +103,7 @@ void bind_saving(py::module_& m) {
         std::optional<checkpoint::StoredSnapshot> snapshot;
         if (core) {
           const auto pass = core->session().enter();
-          snapshot = read_asked_snapshot(core->session().workers(), path);
+          snapshot = read_asked_snapshot(core->session().workers("load()"), path);
         } else {
           snapshot = checkpoint::read_asked_snapshot(path, checkpoint::Memory::of_file);
           if (snapshot) checkpoint::copy_what_is_kept(snapshot->tensors);
@@ -116,7 +116,7 @@ void bind_saving(py::module_& m) {
       "kept_metric",
       [](const std::filesystem::path& folder, const std::shared_ptr<StrategyCore>& core) {
         const auto pass = core->session().enter();
-        const auto found = kept_metric(core->session().workers(), folder);
+        const auto found = kept_metric(core->session().workers("best()"), folder);
         return found ? std::optional(std::pair(found->value, found->mode)) : std::nullopt;
       },
       "folder"_a, "core"_a, py::call_guard<Interruptible>());

@@ -249,7 +249,7 @@ void bind_state(CoreClass& core) {
           "whole_state",
           [](StrategyCore& c, const FlatOptimizer& flat, size_t parameter, size_t which) -> std::optional<at::Tensor> {
             const auto pass = c.session().enter();
-            const auto whole = flat.state().whole(parameter, which, c.session().workers());
+            const auto whole = flat.state().whole(parameter, which, c.session().workers("state_dict()"));
             return whole.defined() ? std::optional(whole) : std::nullopt;
           },
           py::call_guard<Interruptible>())
@@ -354,35 +354,36 @@ void bind_collectives(CoreClass& core) {
           "reduce",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values, ReduceOp op) {
             const auto pass = c.session().enter();
-            return reduce_over_workers(c.session().workers(), contributions(values), op);
+            return reduce_over_workers(c.session().workers("reduce()"), contributions(values), op);
           },
           py::call_guard<Interruptible>())
       .def(
           "gather",
           [](StrategyCore& c, const std::vector<std::pair<Leaves, double>>& values) {
             const auto pass = c.session().enter();
-            return gather_over_workers(c.session().workers(), contributions(values));
+            return gather_over_workers(c.session().workers("gather()"), contributions(values));
           },
           py::call_guard<Interruptible>())
       .def(
           "broadcast",
           [](StrategyCore& c, const Leaves& values, int source, bool to_others) {
             const auto pass = c.session().enter();
-            return (to_others ? send_over_workers : broadcast_over_workers)(c.session().workers(), values, source);
+            return (to_others ? send_over_workers : broadcast_over_workers)(c.session().workers("broadcast()"), values,
+                                                                            source);
           },
           py::arg("values"), py::arg("source"), py::arg("to_others") = false, py::call_guard<Interruptible>())
       .def(
           "exchange_texts",
-          [](StrategyCore& c, const std::string& text) {
+          [](StrategyCore& c, const std::string& text, const std::string& call) {
             const auto pass = c.session().enter();
-            return exchange_texts(c.session().workers(), text);
+            return exchange_texts(c.session().workers(call), text);
           },
-          py::call_guard<Interruptible>())
+          py::arg("text"), py::arg("call"), py::call_guard<Interruptible>())
       .def(
           "barrier",
           [](StrategyCore& c) {
             const auto pass = c.session().enter();
-            c.session().workers().barrier().wait();
+            c.session().workers("barrier()").barrier().wait();
           },
           py::call_guard<Interruptible>());
 }

@@ -76,7 +76,8 @@ FolderClaim::FolderClaim(fs::path folder) : folder_(std::move(folder)) {
     if (lock_->get() < 0) throw fs::filesystem_error("open", path, std::error_code(errno, std::generic_category()));
     if (::flock(lock_->get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
       throw CheckpointError("another process uses the folder '" + folder_.string() +
-                            "'; end that one, or give each server, or job, a folder of its own");
+                            "', or another strategy or server of this one; end that one, or give each a folder of its "
+                            "own");
     }
     life_ = std::max(read_life(folder_ / kLife).value_or(0) + 1, life_by_clock());
     const std::string text = std::to_string(life_) + '\n';

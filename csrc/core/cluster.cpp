@@ -122,6 +122,22 @@ LauncherFacts open_mpi(const Environment& environment) {
   return launch;
 }
 
+// MPICH and what descends from it (Intel MPI): the process manager Hydra. PMI_RANK alone may be Slurm's.
+bool is_hydra(const Environment& environment) {
+  return get(environment, "MPI_LOCALRANKID") && first_of(environment, {"PMI_RANK", "PMI_SIZE"});
+}
+
+LauncherFacts hydra(const Environment& environment) {
+  LauncherFacts launch{"mpich", "PMI_RANK", "PMI_SIZE"};
+  launch.rank = required(environment, launch.rank_name, launch.size_name);
+  launch.size = required(environment, launch.size_name, launch.rank_name);
+  launch.local_rank = required(environment, "MPI_LOCALRANKID", launch.rank_name);
+  launch.all_local = get_integer(environment, "MPI_LOCALNRANKS") == launch.size;
+  launch.job = first_of(environment, {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"});
+  launch.nodes = first_of(environment, {"SLURM_JOB_NODELIST", "SLURM_NODELIST"});
+  return launch;
+}
+
 LauncherFacts torchrun(const Environment& environment) {
   LauncherFacts launch{"torchrun", "RANK", "WORLD_SIZE"};
   launch.rank = required(environment, "RANK", "WORLD_SIZE");
@@ -151,6 +167,8 @@ std::optional<LauncherFacts> find_launch(const Environment& environment) {
   std::optional<LauncherFacts> launch;
   if (first_of(environment, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"})) {
     launch = open_mpi(environment);
+  } else if (is_hydra(environment)) {
+    launch = hydra(environment);
   } else if (is_slurm_task(environment)) {
     launch = slurm(environment);
   }
@@ -211,6 +229,10 @@ std::string find_address(const Environment& environment, const LauncherFacts& la
   const auto port = get(environment, "MASTER_PORT");
   Address address;
   if (host) {
+    if (host->find('/') != std::string::npos) {
+      throw InvalidArgument("MASTER_ADDR=" + *host +
+                            " is no host; set it to a name or an address alone, such as node0");
+    }
     const bool has_brackets = host->size() > 2 && host->front() == '[' && host->back() == ']';  // as in an address
     address.host = has_brackets ? host->substr(1, host->size() - 2) : *host;
   } else if (launch.all_local) {
@@ -295,7 +317,14 @@ Cluster Cluster::from_env(const Environment& environment) {
   const auto launch = find_launch(environment);
   if (!launch) {
     log(LogLevel::info,
-        "no launcher found (RANK, OMPI_COMM_WORLD_RANK, SLURM_STEP_ID are unset): this is a world of one worker");
+        "no launcher found (RANK, OMPI_COMM_WORLD_RANK, SLURM_STEP_ID, MPI_LOCALRANKID are unset): this is a world of "
+        "one worker");
+    if (const auto size = get(environment, "PMI_SIZE"); size && *size != "1") {
+      log(LogLevel::warning,
+          "PMI_SIZE=" + *size +
+              " tells of a launcher that is not known, and this is a world of one worker, as each of "
+              "its processes is; set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT");
+    }
     cluster.validate();
     return cluster;
   }

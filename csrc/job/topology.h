@@ -21,6 +21,8 @@ class LostWorkers;
 
 namespace muster {
 
+class CallWatch;
+
 /// A value. Replica indices are worker-major: worker 0's replicas come first.
 struct Topology {
   int num_workers = 1;
@@ -52,6 +54,7 @@ struct Groups {
   comm::CommunicatorPtr prepare;                 ///< what workers agree on beforehand; null: `workers`
   net::StorePtr store = {};                      ///< that the workers meet through; null where none is known
   std::shared_ptr<comm::LostWorkers> lost = {};  ///< of several hosts; null elsewhere
+  std::shared_ptr<CallWatch> calls = {};         ///< of several workers that make the same calls; null elsewhere
   std::string backend;                           ///< what gradients are reduced through, in words
   std::optional<ServerJob> servers;              ///< that hold the parameters; `gradients` is then within this process
   std::optional<LinkSpeed> link;                 ///< of gradients, where it was measured

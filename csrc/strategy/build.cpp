@@ -7,6 +7,7 @@
 #include "core/heap.h"
 #include "core/launched.h"
 #include "core/log.h"
+#include "job/call_watch.h"
 #include "job/devices.h"
 #include "job/job_agreement.h"
 #include "job/make_groups.h"
@@ -27,6 +28,7 @@ std::shared_ptr<StrategyCore> assemble(Topology topology, Groups groups, const S
     job->facts.seed = seed;
     job->facts.threads = static_cast<uint32_t>(threads);
   }
+  if (job == nullptr) groups.calls = watch_calls(groups.workers, groups.store, timeout_of(options));
   if (topology.devices.front().is_cpu()) keep_freed_memory();
   auto pool = std::make_shared<ReplicaPool>(topology.local_replicas(), threads);
   if (replica_threads == ReplicaThreads::own) pool->start();

@@ -72,7 +72,7 @@ int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader, std::sha
 void Loaders::compare(int loader, const std::string& size) {
   const auto pass = core_->session().enter();
   if (core_->stepper().steps() > 0 || core_->sets().has_servers()) return;  // workers may have died since
-  const auto sizes = exchange_texts(core_->session().groups().to_prepare(), size);
+  const auto sizes = exchange_texts(core_->session().to_prepare(), size);
   for (size_t r = 1; r < sizes.size(); ++r) {
     if (sizes[r] == sizes[0]) continue;
     throw LayoutMismatch("loader " + std::to_string(loader) + " of rank 0 has " + sizes[0] + ", that of rank " +
@@ -85,7 +85,7 @@ bool Loaders::any_has_more(bool has_more) {
   if (core_->session().groups().deals_batches()) return has_more;
   // Shapes alone travel, with the requests, which are compared with what other ranks ask for.
   const auto rows_of_nothing = at::empty({has_more ? 1 : 0, 0}, at::kByte);
-  auto work = core_->session().workers().all_gather(rows_of_nothing);
+  auto work = core_->session().workers("a pass over a loader").all_gather(rows_of_nothing);
   work.wait();
   const auto gathered = work.outputs();
   return std::any_of(gathered.begin(), gathered.end(), [](const at::Tensor& rows) { return rows.size(0) > 0; });

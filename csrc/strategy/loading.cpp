@@ -68,7 +68,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
   const bool is_alone = joins || strategy_.core->session().topology().num_workers == 1;
   together("load", joins, [&] { finish(); });
   auto snapshot = is_alone ? checkpoint::read_asked_snapshot(folder, checkpoint::Memory::of_file)
-                           : read_asked_snapshot(strategy_.workers().group, folder);
+                           : read_asked_snapshot(strategy_.workers("load()").group, folder);
   together("load", joins, [&] {
     if (snapshot && is_alone) checkpoint::copy_what_is_kept(snapshot->tensors);
     if (snapshot) found = found_in(std::move(*snapshot), folder);
@@ -108,7 +108,7 @@ std::optional<SavedState> Saving::load(const fs::path& folder) {
 std::optional<KeptMetric> Saving::kept_metric(const fs::path& folder) {
   check_callable("best");
   together("best", false, [&] { finish(); });
-  return muster::kept_metric(strategy_.workers().group, folder);
+  return muster::kept_metric(strategy_.workers("best()").group, folder);
 }
 
 Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::path& folder) {
@@ -132,7 +132,7 @@ Saving::Found Saving::found_in(checkpoint::StoredSnapshot snapshot, const fs::pa
 // Collective, but where there is one worker: the chief's.
 std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
   if (strategy_.core->session().topology().num_workers == 1) return found;
-  const auto call = strategy_.workers();
+  const auto call = strategy_.workers("load()");
   auto& workers = call.group;
   std::string text;
   Leaves tensors;

@@ -51,7 +51,7 @@ int add_module(Session& session, ModuleTensors module) {
   }
   auto& registry = session.registry();
   const bool is_first = registry.num_parameters() == 0;
-  const int number = registry.add(std::move(module), session.groups().to_prepare());
+  const int number = registry.add(std::move(module), session.to_prepare());
   if (is_first) choose_buckets(session);
   return number;
 }
@@ -66,7 +66,7 @@ void note_rows(Session& session, const at::Tensor& weight, EmbeddingRows rows) {
     return;
   }
   const auto seed = at::scalar_tensor(static_cast<int64_t>(rows.initialiser.seed), at::kLong);
-  groups.to_prepare().broadcast(seed, 0).wait();
+  session.to_prepare().broadcast(seed, 0).wait();
   rows.initialiser.seed = static_cast<uint64_t>(seed.item<int64_t>());
   for (const auto& [name, agreed] : groups.servers->facts.row_seeds) {
     if (name == registry.name(p)) rows.initialiser.seed = agreed;

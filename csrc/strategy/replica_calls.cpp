@@ -10,6 +10,7 @@
 
 #include "core/log.h"
 #include "device/kernel_status.h"
+#include "job/call_watch.h"
 #include "job/make_groups.h"
 #include "muster/error.h"
 #include "muster/precision.h"
@@ -116,6 +117,7 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
         batch.set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
     const auto& groups = session_.groups();
     if (call.call) groups.step[r]->begin_scope(batch.number, groups.step_shares_order ? buckets : nullptr);
+    if (batch.closes && r == 0 && groups.calls) groups.calls->note_window();
   } catch (...) {
     give_up(local_replica, outcome);
     return;

@@ -57,7 +57,7 @@ bool Saving::told_by_chief(const char* what, const std::function<bool()>& act) {
 
 int64_t Saving::number_of_chief(int64_t number) {
   if (strategy_.core->session().topology().num_workers == 1) return number;
-  return broadcast_number(strategy_.workers().group, number);
+  return broadcast_number(strategy_.workers("save()").group, number);
 }
 
 bool Saving::saves_alone() const { return has_servers() || strategy_.core->session().topology().num_workers == 1; }
@@ -91,7 +91,7 @@ void Saving::together(const char* what, bool is_alone, const std::function<void(
 
 std::vector<std::string> Saving::told_by_all(const char* what, bool is_alone, const std::function<std::string()>& act) {
   if (is_alone || strategy_.core->session().topology().num_workers == 1) return {act()};
-  return muster::told_by_all(strategy_.workers().group, what, act);
+  return muster::told_by_all(strategy_.workers(what).group, what, act);
 }
 
 void Saving::save(const fs::path& folder, const SavedState& state, const SaveOptions& options) {
@@ -171,7 +171,7 @@ at::Tensor Saving::generators() {
     state = generator.get_state().unsqueeze(0);
   }
   if (saves_alone()) return state;
-  return gather_over_workers(strategy_.workers().group, {{{state}, 1}}).front();
+  return gather_over_workers(strategy_.workers("save()").group, {{{state}, 1}}).front();
 }
 
 Dict Saving::content(const SavedState& state, const List& places, const at::Tensor& generators,
@@ -187,7 +187,7 @@ Dict Saving::content(const SavedState& state, const List& places, const at::Tens
     auto& optimizer = strategy_.optimizer(i);
     const auto names = detail::parameter_names(optimizer, core.session().registry());
     optimizers.emplace_back(
-        detail::save_optimizer(optimizer, names, other_options_[i], core.session().workers(), divided));
+        detail::save_optimizer(optimizer, names, other_options_[i], core.session().workers("save()"), divided));
   }
   auto tables = tables_.state();
   Dict named;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/hosts/communicator.h"
+#include "job/call_watch.h"
 #include "muster/error.h"
 #include "window/divided_update.h"
 
@@ -28,17 +29,33 @@ Session::Session(Topology topology, Groups groups, StrategyOptions options, std:
       pool_(std::move(pool)),
       divides_steps_(muster::divides_steps(topology_, groups_, options_)),
       registry_(topology_.devices),
-      streams_(topology_.devices, seed) {}
+      streams_(topology_.devices, seed) {
+  if (!groups_.calls) return;
+  groups_.calls->begin([this](const std::string& reason) {
+    abort_groups(reason);
+    groups_.workers->abort(reason);
+  });
+}
 
-comm::Communicator& Session::workers() {
+Session::~Session() {
+  if (groups_.calls) groups_.calls->end();
+}
+
+comm::Communicator& Session::workers(std::string_view call) {
   check_process();
   check_open();
+  note_call(call);
   return *groups_.workers;
 }
 
 comm::Communicator& Session::to_prepare() {
   check_open();
+  note_call("prepare()");
   return groups_.to_prepare();
+}
+
+void Session::note_call(std::string_view call) {
+  if (groups_.calls) groups_.calls->note_call(call);
 }
 
 void Session::balance_parts() {
@@ -72,7 +89,9 @@ CallGate::Pass Session::enter() {
 CallGate::Pass Session::enter_alone(const char* what) {
   check_process();
   check_outside_steps();
-  return gate_.enter_alone(what);
+  auto pass = gate_.enter_alone(what);
+  note_call(std::string(what) + "()");
+  return pass;
 }
 
 void Session::check_open() const {
@@ -91,6 +110,7 @@ void Session::close(const std::function<void()>& last, const std::function<void(
   }
   gate_.close(
       [&] {
+        if (groups_.calls) groups_.calls->end();
         if (busy()) abort_interrupted();
         pool_->stop(poll);
         last();
@@ -101,6 +121,7 @@ void Session::close(const std::function<void()>& last, const std::function<void(
 
 void Session::leave() noexcept {
   gate_.shut();
+  if (groups_.calls) groups_.calls->end();
   if (busy()) abort_interrupted();
   pool_->release();
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/balance.h"
@@ -26,6 +27,7 @@ namespace muster {
 class Session {
  public:
   Session(Topology topology, Groups groups, StrategyOptions options, std::shared_ptr<ReplicaPool> pool, uint64_t seed);
+  ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -42,8 +44,9 @@ class Session {
   /// Whether flat optimizers step what they own, into the memory of all; see divides_steps().
   bool divides_steps() const noexcept { return divides_steps_; }
 
-  /// The group for collectives outside steps. Throws InvalidArgument as enter() does.
-  comm::Communicator& workers();
+  /// The group for collectives outside steps; `call`: what the program has called. Throws InvalidArgument as enter()
+  /// does.
+  comm::Communicator& workers(std::string_view call);
   /// Likewise, for what prepare agrees on with the other workers; of one where this worker joins a running job.
   comm::Communicator& to_prepare();
 
@@ -83,6 +86,7 @@ class Session {
 
  private:
   void check_process() const;
+  void note_call(std::string_view call);
   void abort_interrupted() noexcept;
 
   const pid_t process_;

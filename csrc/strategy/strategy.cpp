@@ -145,10 +145,10 @@ void Strategy::State::release() noexcept {
   std::erase_if(claims().owners, [this](const auto& claimed) { return claimed.second == this; });
 }
 
-WorkersCall Strategy::State::workers() {
+WorkersCall Strategy::State::workers(const char* call) {
   auto pass = core->session().enter();
   loaders.leave_passes();
-  return {std::move(pass), core->session().workers()};
+  return {std::move(pass), core->session().workers(call)};
 }
 
 std::shared_ptr<detail::LoaderHost> detail::host_of(Strategy& strategy) {
@@ -370,7 +370,7 @@ std::vector<at::Tensor> Strategy::reduce(const std::vector<at::Tensor>& values, 
   auto& replicas = core.stepper().replicas();
   if (!in_step(core)) {
     const double given = weight ? weight->item<double>() : 1.0;
-    return reduce_over_workers(state_->workers().group, {{values, given}}, op);
+    return reduce_over_workers(state_->workers("reduce()").group, {{values, given}}, op);
   }
   if (op != ReduceOp::mean) return reduce_in_step(replicas.step_group(values), values, op, {});
   if (!weight && replicas.current_rows() < 0) {
@@ -387,7 +387,7 @@ at::Tensor Strategy::reduce(const at::Tensor& value, ReduceOp op, const std::opt
 std::vector<at::Tensor> Strategy::reduce(const PerReplica<std::vector<at::Tensor>>& values, ReduceOp op) {
   check_outside_step(*state_->core, "reduce of a PerReplica");
   const auto mine = contributions_of(values.parts(), values.rows(), op == ReduceOp::mean);
-  return reduce_over_workers(state_->workers().group, mine, op);
+  return reduce_over_workers(state_->workers("reduce()").group, mine, op);
 }
 
 at::Tensor Strategy::reduce(const PerReplica<at::Tensor>& value, ReduceOp op) {
@@ -398,14 +398,14 @@ std::vector<at::Tensor> Strategy::gather(const std::vector<at::Tensor>& values) 
   auto& core = *state_->core;
   auto& replicas = core.stepper().replicas();
   return in_step(core) ? gather_in_step(replicas.step_group(values), values)
-                       : gather_over_workers(state_->workers().group, {{values, 1}});
+                       : gather_over_workers(state_->workers("gather()").group, {{values, 1}});
 }
 
 at::Tensor Strategy::gather(const at::Tensor& value) { return only(gather(std::vector<at::Tensor>{value})); }
 
 std::vector<at::Tensor> Strategy::gather(const PerReplica<std::vector<at::Tensor>>& values) {
   check_outside_step(*state_->core, "gather of a PerReplica");
-  return gather_over_workers(state_->workers().group, contributions_of(values.parts(), values.rows(), false));
+  return gather_over_workers(state_->workers("gather()").group, contributions_of(values.parts(), values.rows(), false));
 }
 
 at::Tensor Strategy::gather(const PerReplica<at::Tensor>& value) { return only(gather(with_leaves(value))); }
@@ -414,7 +414,7 @@ std::vector<at::Tensor> Strategy::broadcast(const std::vector<at::Tensor>& value
   auto& core = *state_->core;
   auto& replicas = core.stepper().replicas();
   return in_step(core) ? broadcast_in_step(replicas.step_group(values), values, source)
-                       : broadcast_over_workers(state_->workers().group, values, source);
+                       : broadcast_over_workers(state_->workers("broadcast()").group, values, source);
 }
 
 at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
@@ -423,7 +423,7 @@ at::Tensor Strategy::broadcast(const at::Tensor& value, int source) {
 
 void Strategy::barrier() {
   check_outside_step(*state_->core, "barrier");
-  state_->workers().group.barrier().wait();
+  state_->workers("barrier()").group.barrier().wait();
 }
 
 std::string Strategy::explain() const {

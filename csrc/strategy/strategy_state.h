@@ -101,8 +101,8 @@ struct Strategy::State {
   /// Updates::count then.
   void publish(int set, uint64_t before);
 
-  /// For a collective outside a step. Throws InvalidArgument where the strategy is closed.
-  WorkersCall workers();
+  /// For a collective outside a step, in that call. Throws InvalidArgument where the strategy is closed.
+  WorkersCall workers(const char* call);
   /// Gives up the claim on the parameters, so that another strategy can prepare them.
   void release() noexcept;
 

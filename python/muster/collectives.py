@@ -92,7 +92,7 @@ class Collectives:
         """The chief's value, outside a step, on the others. None on the chief, which takes no memory for it."""
         description, leaves = structure.encode(value, texts=True)
         self._release_passes()
-        description = self._core.exchange_texts(description)[0]
+        description = self._core.exchange_texts(description, "save()")[0]
         sent = self._core.broadcast(leaves, 0, to_others=True)
         return None if self._core.rank == 0 else structure.decode(description, sent)
 
@@ -143,7 +143,7 @@ class Collectives:
 
     def _told(self, call: str, text: str) -> list[str]:
         """What each rank says in the same call. Raises LayoutMismatch where another rank makes another one."""
-        texts = self._core.exchange_texts(f"{call}\n{text}")
+        texts = self._core.exchange_texts(f"{call}\n{text}", call)
         calls = [each.partition("\n")[0] for each in texts]
         for rank, theirs in enumerate(calls):
             if theirs != call:

@@ -34,7 +34,7 @@ class DefaultGroup:
         if core.num_workers == 1 or not dist.is_available():
             return None
         # A name of its own for each job: the store may be that of an earlier one.
-        names = core.exchange_texts("" if dist.is_initialized() else uuid.uuid4().hex)
+        names = core.exchange_texts("" if dist.is_initialized() else uuid.uuid4().hex, "its constructor")
         if not all(names):
             return None
         try:

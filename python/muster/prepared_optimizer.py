@@ -208,7 +208,7 @@ class PreparedOptimizer:
         differ."""
         core = self._core
         text, leaves = structure.encode(self.optimizer.state_dict(), texts=True, keeps_shared=True)
-        texts = core.exchange_texts(f"{self._description()}\n{text}")
+        texts = core.exchange_texts(f"{self._description()}\n{text}", "broadcast_state()")
         (chiefs, _, description), *others = (text.partition("\n") for text in texts)
         self._compare([chiefs, *(theirs for theirs, _, _ in others)])
         leaves = core.broadcast(leaves, 0)
@@ -217,7 +217,7 @@ class PreparedOptimizer:
 
     def compare(self) -> None:
         """Collective: as broadcast_state, for parameters whose module was prepared later; no state is sent."""
-        self._compare(self._core.exchange_texts(self._description()))
+        self._compare(self._core.exchange_texts(self._description(), "prepare()"))
 
     def leave(self) -> None:
         """Before the strategy closes: the optimizer is torch's again, with all its state."""

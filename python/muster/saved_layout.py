@@ -290,16 +290,19 @@ def compare_place(loader: Loader[Any], saved: Mapping[str, Any], what: str) -> N
 
 
 def state_of_object(kept: Mapping[str, Any]) -> Any:
-    """None where it is a value that no object gave. In C++ what an object gave is a dict like any other."""
-    value = kept.get("value")
-    return kept.get("object", value if isinstance(value, dict) else None)
+    """KeyError where it is a value that no object gave. In C++ what an object gave is a dict like any other."""
+    if "object" not in kept and isinstance(kept.get("value"), dict):
+        return kept["value"]
+    return kept["object"]
 
 
 def compare_state(saved: Mapping[str, Any], asked: Iterable[str]) -> None:
     """Raises LayoutMismatch where there is no state of an object that was given to load()."""
     for name in asked:
-        if state_of_object(saved.get(name, {})) is None:
+        try:
+            state_of_object(saved.get(name, {}))
+        except KeyError:
             raise LayoutMismatch(
                 f"the checkpoint holds no state of an object {name}=; it has {', '.join(saved) or 'none'}: give load() "
                 "the names that save() was given"
-            )
+            ) from None

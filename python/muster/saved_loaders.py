@@ -30,7 +30,7 @@ def note_ranks(
     sharded = [state for loader, state in zip(loaders, states, strict=True) if loader.is_sharded]
     if not sharded:
         return
-    everyones = [stream_states.unpacked(text) for text in core.exchange_texts(own)]
+    everyones = [stream_states.unpacked(text) for text in core.exchange_texts(own, "save()")]
     for state, *ranks in zip(sharded, *everyones, strict=True):
         if any(each["generators"] or "streams" in each for each in ranks):
             state["ranks"] = ranks

@@ -217,7 +217,7 @@ class Stepping:
         self._is_first_step = False
         if self._core.num_workers == 1 or self._passes.of_core.are_dealt or self._core.joins:
             return
-        digests = set(self._core.exchange_texts(digest(parts)))
+        digests = set(self._core.exchange_texts(digest(parts), "step()"))
         if len(digests) == 1 and digests != {""} and self._core.rank == 0:
             logging.getLogger("muster").warning(
                 "all %d workers stepped on the same samples, so that the job learns no more from them than one worker "

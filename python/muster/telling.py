@@ -40,7 +40,7 @@ def told_by_all(core: _C.StrategyCore, what: str, act: Callable[[], str]) -> lis
         error = raised
         mine = f"{_FAILED}{type(error).__name__}\n{_text_of(error)}"
     try:
-        told = core.exchange_texts(mine)
+        told = core.exchange_texts(mine, f"{what}()")
     except Error:
         if error is None:
             raise

@@ -71,6 +71,26 @@ def test_named_values_and_objects_come_back(tmp_path: Path) -> None:
         assert found["text"] == "t" and math.isnan(found["nan"]) and "average" not in found
 
 
+class Stateless:
+    given: object = "nothing"
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: object) -> None:
+        self.given = state
+
+
+def test_an_object_without_state_comes_back_to_none(tmp_path: Path) -> None:
+    thing = Stateless()
+    with mirrored() as strategy:
+        strategy.save(tmp_path, thing=thing, value=None)
+        assert strategy.load(tmp_path, thing=thing) == {"value": None}
+        assert thing.given is None
+        with pytest.raises(muster.LayoutMismatch, match="holds no state of an object value="):
+            strategy.load(tmp_path, value=thing)
+
+
 def test_two_modules_two_optimizers_and_the_scales_of_their_sets(tmp_path: Path) -> None:
     def job(strategy: muster.Strategy) -> tuple[Any, ...]:
         one, two = nn.Linear(8, 3), nn.Linear(8, 3)

@@ -26,7 +26,7 @@ struct Cluster {
   std::string meeting = "";
   /// True when the launcher (torchrun) already hosts a store at `address`; otherwise rank 0 hosts it.
   bool store_is_hosted = false;
-  /// Which launcher described the job: "torchrun", "slurm", "openmpi", "arguments" or "none".
+  /// Which launcher described the job: "torchrun", "slurm", "openmpi", "mpich", "arguments" or "none".
   std::string launcher = "none";
   /// The launcher's name for the job, equal on all ranks and after the launcher started them again: MUSTER_JOB,
   /// torchrun's run id or Slurm's job id; empty where none is known. Parameter servers let a job with another name

@@ -88,6 +88,8 @@ TEST_CASE("torchrun", "[cluster]") {
   CHECK(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"}})).store_is_hosted);
   CHECK_FALSE(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).store_is_hosted);
   CHECK(read(with(kTorchrun, {{"MASTER_ADDR", "fe80::1"}})).address == "[fe80::1]:29501");
+  CHECK_THAT(refusal(with(kTorchrun, {{"MASTER_ADDR", "tcp://a"}})),
+             ContainsSubstring("MASTER_ADDR=tcp://a is no host"));
 }
 
 TEST_CASE("variables set by hand", "[cluster]") {
@@ -163,6 +165,40 @@ TEST_CASE("open mpi", "[cluster]") {
   CHECK_THAT(refusal(two_hosts), ContainsSubstring("MASTER_ADDR") && ContainsSubstring("OMPI_COMM_WORLD_SIZE=4"));
   CHECK(parse_address(read(with(two_hosts, {{"SLURM_JOB_NODELIST", "n[1-2]"}, {"SLURM_JOB_ID", "5"}})).address).host ==
         "n1");
+}
+
+TEST_CASE("mpich and intel mpi", "[cluster]") {
+  const Variables hydra = {{"PMI_RANK", "1"},
+                           {"PMI_SIZE", "2"},
+                           {"MPI_LOCALRANKID", "1"},
+                           {"MPI_LOCALNRANKS", "2"},
+                           {"MASTER_PORT", "29500"}};
+  const Cluster cluster = read(hydra);
+  CHECK(cluster.rank == 1);
+  CHECK(cluster.num_workers == 2);
+  CHECK(cluster.local_rank == 1);
+  CHECK(cluster.launcher == "mpich");
+  CHECK(cluster.address == "127.0.0.1:29500");
+  CHECK_THAT(refusal(without(hydra, {"MASTER_PORT"})), ContainsSubstring("MASTER_PORT"));
+  CHECK_THAT(refusal(without(hydra, {"PMI_SIZE"})), ContainsSubstring("PMI_RANK is set but PMI_SIZE is not"));
+  const Variables two_hosts = with(hydra, {{"PMI_SIZE", "4"}});
+  CHECK_THAT(refusal(two_hosts), ContainsSubstring("MASTER_ADDR") && ContainsSubstring("PMI_SIZE=4"));
+  CHECK(read(with(two_hosts, {{"MASTER_ADDR", "a"}})).address == "a:29500");
+  // As srun --mpi=pmi2 has them, and the proxies that srun starts for mpiexec.
+  CHECK(read(with(kSlurm, {{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}})).launcher == "slurm");
+  CHECK(read(with(with(kSlurm, {{"SLURM_NTASKS", "1"}, {"SLURM_PROCID", "0"}}), hydra)).launcher == "mpich");
+}
+
+TEST_CASE("a launcher that is not known leaves each process alone, and a warning says so", "[cluster]") {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel level, const std::string& message) {
+    if (level == LogLevel::warning) warnings.push_back(message);
+  });
+  CHECK(read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}).num_workers == 1);
+  CHECK(read({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).num_workers == 1);
+  set_log_sink({});
+  REQUIRE(warnings.size() == 1);
+  CHECK_THAT(warnings.front(), ContainsSubstring("PMI_SIZE=2 tells of a launcher that is not known"));
 }
 
 TEST_CASE("launchers inside each other", "[cluster]") {
