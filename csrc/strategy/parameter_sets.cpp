@@ -199,7 +199,7 @@ void ParameterSets::leave_memory() noexcept {
 }
 
 void ParameterSets::end() {
-  if (auto* const set = served()) set->servers()->bring_rows_back();
+  if (auto* const set = served()) set->servers()->bring_back();
   leave_memory();
   sets_.clear();
 }

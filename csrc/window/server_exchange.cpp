@@ -290,6 +290,18 @@ void ServerExchange::refresh() {
   values_.adopt();
 }
 
+void ServerExchange::bring_back() noexcept {
+  rows_.bring_back();
+  if (window_.is_open) return;
+  try {
+    for (size_t p = 0; p < values_.size(); ++p) {
+      if (values_.has_other_values(p)) return;
+    }
+    refresh();
+  } catch (const std::exception&) {
+  }
+}
+
 void ServerExchange::finish(const server::Apply& apply, bool changes) {
   if (window_.failure) std::rethrow_exception(window_.failure);
   if (!plan_.is_synchronous()) {

@@ -109,7 +109,7 @@ class ServerExchange {
   void refresh();
 
   /// By part, every parameter's as the servers hold it, of the parameter's sizes (Part::steps: 0-dim fp32); undefined
-  /// where there is none. `to_stay`: without the parameters whose rows bring_rows_back() leaves on the servers. Tables
+  /// where there is none. `to_stay`: without the parameters whose rows bring_back() leaves on the servers. Tables
   /// travel once for all parts.
   std::vector<std::vector<at::Tensor>> fetch(std::span<const server::Part> parts, bool to_stay = false);
 
@@ -126,9 +126,10 @@ class ServerExchange {
   /// The rows that servers keep of a parameter of which has_rows() is true.
   TableContents contents(size_t parameter);
 
-  /// Gives weights all their rows again, but not weights that had none here to begin with. Never throws: where servers
-  /// are gone, stubs stay.
-  void bring_rows_back() noexcept { rows_.bring_back(); }
+  /// Before this worker leaves: gives weights all their rows again, but not weights that had none here to begin with,
+  /// and brings the newest values, unless user code wrote some since the last step, or a window is open. Never throws:
+  /// where servers are gone, stubs and values stay.
+  void bring_back() noexcept;
 
  private:
   /// Where a parameter is in the plan.

@@ -794,6 +794,33 @@ def _leaves_early() -> str:
         assert time.monotonic() - started < 30
 
 
+def _closes_after_others_have_stepped(writes: bool) -> tuple[list[Any], list[Any]]:
+    """What this worker's parameters are after its own steps, and after close(); rank 0 steps first."""
+    module = small()
+    strategy = muster.ParameterServerStrategy.from_env(staleness=None, seed=3, timeout=60.0)
+    model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for rank in range(2):
+        if strategy.rank == rank:
+            for _ in range(3):
+                strategy.step(lambda x, y: F.cross_entropy(model(x), y), *batch())
+        strategy.barrier()
+    if writes and strategy.rank == 0:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+    stepped = [parameter.detach().numpy().copy() for parameter in module.parameters()]
+    strategy.close()
+    return stepped, [parameter.detach().numpy() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_close_brings_what_others_have_stepped_but_over_nothing_that_was_written(writes: bool) -> None:
+    (first, closed), (last, closed_last) = run_ranks(2, _closes_after_others_have_stepped, writes)
+    assert all(map(np.array_equal, last, closed_last))
+    assert not any(map(np.array_equal, first, last))
+    assert all(map(np.array_equal, closed, first if writes else last))
+
+
 def test_iterable_data_cannot_be_dealt() -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Any:
