@@ -51,12 +51,13 @@ std::optional<at::Tensor> defined(const at::Tensor& tensor) {
 class DictWatch {
  public:
   void note(const py::dict& state) {
+    has_noted_ = true;
     items_.clear();
     for (const auto& [key, value] : state) items_.push_back({{own(key), own(value)}, items_of(value)});
   }
 
   bool sees(const py::object& state) const {
-    return PyDict_Check(state.ptr()) && same(state.ptr(), items_, [](const Item& item, PyObject* value) {
+    return has_noted_ && PyDict_Check(state.ptr()) && same(state.ptr(), items_, [](const Item& item, PyObject* value) {
              return !PyDict_Check(value) || same(value, item.inner, [](const Pair&, PyObject*) { return true; });
            });
   }
@@ -92,13 +93,15 @@ class DictWatch {
     return true;
   }
 
+  bool has_noted_ = false;
   std::vector<Item> items_;
 };
 
 }  // namespace
 
 void bind_optimizer(py::module_& m) {
-  py::class_<DictWatch>(m, "DictWatch", "A dict of dicts, and whether it is still the same by identity, in its order.")
+  py::class_<DictWatch>(m, "DictWatch",
+                        "A dict of dicts, and whether it is the one that was noted, by identity and in its order.")
       .def(py::init<>())
       .def("note", &DictWatch::note)
       .def("sees", &DictWatch::sees);

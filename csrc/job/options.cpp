@@ -23,7 +23,7 @@ void StrategyOptions::validate() const {
   require(!clip_value || *clip_value > 0, "clip_value", std::to_string(clip_value.value_or(0)),
           "positive, or left out for no clipping");
   require(!clip_value || !clip_norm, "clip_value", std::to_string(clip_value.value_or(0)),
-          "None where clip_norm is given; choose one of the two");
+          "left out where clip_norm is given; choose one of the two");
   require(!threads_per_replica || *threads_per_replica >= 1, "threads_per_replica",
           std::to_string(threads_per_replica.value_or(0)), "at least 1, or left out to share the cores");
   require(!bucket_bytes || *bucket_bytes >= 1024, "bucket_bytes", std::to_string(bucket_bytes.value_or(0)),

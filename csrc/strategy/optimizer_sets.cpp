@@ -22,8 +22,24 @@ int OptimizerSets::set_of(Choice choice, const Resolve& resolve, bool may_share)
         !members.empty() && std::all_of(members.begin(), members.end(), [](const Member& m) { return m.is_flat; });
     known->choice = std::move(choice);
   }
+  check_window(*known);
   used_[known->set] = {known->choice.optimizers, known->is_fused};
   return known->set;
+}
+
+// Of optimizers of the same parameters, those that closed a window would step by all of its micro-batches.
+void OptimizerSets::check_window(const Known& next) const {
+  const auto used = used_.find(next.set);
+  if (used == used_.end() || used->second.optimizers == next.choice.optimizers) return;
+  const auto& chosen = next.choice.optimizers;
+  const auto& before = used->second.optimizers;
+  const bool has_all = std::all_of(before.begin(), before.end(), [&](int optimizer) {
+    return std::find(chosen.begin(), chosen.end(), optimizer) != chosen.end();
+  });
+  if (has_all || !core_->sets().at(next.set).window_open()) return;
+  throw InvalidArgument(
+      "other optimizers= of the same parameters opened a window of several micro-batches, which is open; close that "
+      "first, with flush() say");
 }
 
 std::vector<OptimizerSets::Known>::iterator OptimizerSets::find(const Choice& choice) {

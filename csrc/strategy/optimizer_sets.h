@@ -61,6 +61,7 @@ class OptimizerSets {
     bool is_fused = false;
   };
 
+  void check_window(const Known& next) const;
   std::vector<Known>::iterator find(const Choice& choice);
   std::vector<int> parameters_of(const std::vector<Member>& members) const;
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/heap.h"
+#include "embedding/row_source.h"
 #include "muster/error.h"
 #include "optimizer/flat_state.h"
 #include "strategy/registration.h"
@@ -19,6 +20,20 @@ torch::optim::Optimizer& Strategy::State::optimizer(size_t position) const {
   }
   return *optimizers[position];
 }
+
+namespace {
+
+void check_rows_can_start(torch::optim::Optimizer& optimizer) {
+  const auto* const adagrad = dynamic_cast<const torch::optim::AdagradOptions*>(&optimizer.defaults());
+  if (adagrad == nullptr || adagrad->initial_accumulator_value() == 0) return;
+  for (const auto& parameter : detail::parameters_of(optimizer)) {
+    if (!is_row_stub(parameter)) continue;
+    throw InvalidArgument(c10::str("initial_accumulator_value=", adagrad->initial_accumulator_value()) +
+                          ": rows on parameter servers start at 0; leave it out");
+  }
+}
+
+}  // namespace
 
 OptimizerSets::Choice Strategy::State::choice_of(std::vector<int> positions) const {
   OptimizerSets::Choice choice;
@@ -55,6 +70,7 @@ int Strategy::State::set_of(const StepOptions& options) {
   for (auto* optimizer : stepping) bind_flat(*optimizer);
   if (core->sets().awaits_servers(set) && sets.is_fused(set)) {
     auto& first = *stepping.front();
+    check_rows_can_start(first);
     auto& flat = **detail::flat_state_of(first);
     detail::follow_state(flat, first);
     core->sets().connect_servers(set, flat.flat, flat.indices, detail::groups_of(first));

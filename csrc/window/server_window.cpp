@@ -46,6 +46,25 @@ struct Record {
   }
 };
 
+// Before anything is pushed: a window that the others are in could not be closed.
+void check_integers_fit(const ParameterRegistry& registry) {
+  const auto& buffers = registry.buffers(0);
+  size_t total = 0;
+  size_t largest = 0;
+  const auto size_of = [&](size_t b) { return is_averaged(buffers[b]) ? 0 : static_cast<size_t>(buffers[b].numel()); };
+  for (size_t b = 0; b < buffers.size(); ++b) {
+    total += size_of(b);
+    if (size_of(b) > size_of(largest)) largest = b;
+  }
+  if (total <= kMaxIntegers) return;
+  throw InvalidArgument("integer and bool buffers have " + std::to_string(total) + " elements, '" +
+                        registry.buffer_names()[largest] + "' " + std::to_string(size_of(largest)) +
+                        " of them, and synchronous workers of parameter servers show each other at most " +
+                        std::to_string(kMaxIntegers) +
+                        "; keep what is constant (a mask) as a plain attribute or make it in forward, or use a "
+                        "staleness or MultiWorkerMirroredStrategy");
+}
+
 // As many bytes of UTF-8, or less: characters stay whole.
 std::string beginning_of(const std::string& text, size_t most) {
   size_t end = std::min(text.size(), most);
@@ -63,6 +82,7 @@ ServerWindow::ServerWindow(const WindowContext& context, const ServerJob& job)
 
 void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& parameters, const FlatGroups& groups) {
   const auto& registry = context_.registry;
+  if (job_.staleness == 0) check_integers_fit(registry);
   ServerParameters given;
   given.optimizer = &optimizer;
   given.groups = groups;

@@ -62,12 +62,12 @@ from muster import _C
 from muster.assembly import Assembly
 from muster.errors import InvalidArgument
 from muster.kinds import is_count
-from muster.loader_checks import check, check_extent, extent_of
+from muster.loader_checks import check, check_extent, extent_of, num_batches_of
 from muster.loader_generators import LoaderGenerators
 from muster.loader_host import LoaderHost
 from muster.loader_pass import Pass, PassWatch, Reads
 from muster.position import Position, Yielded
-from muster.reader import Ended, LocalParts, Parts, Pinnable, Skipped, Task, Unread, WorkerStart, as_is, reader_of
+from muster.reader import Ended, LocalParts, Parts, Skipped, Task, Unread, reader_of, reading_loader
 from muster.stream_states import ReadBatch, ReaderState, StreamStates, is_stateful_loader
 from muster.streams import epoch_seed, stream_seed
 from muster.tasks import DealtBatches, SharedBatches, Tasks, is_read_by_index
@@ -83,8 +83,10 @@ class Loader(Generic[BatchT_co]):
     Each ``iter`` starts an epoch. `epoch` is that of the pass under way and, once a pass has run to its end, of the
     next one; a pass that was left early counts as an epoch when the next ``iter`` begins. Passes may be nested, each
     an epoch of its own (not with ``persistent_workers``, as in torch); `at_end`, `part_rows_of`, `is_last` and
-    `state_dict` refer to the pass that was begun last. One batch is read ahead; an error in reading it is raised when
-    it is asked for.
+    `state_dict` refer to the pass that was begun last. One batch is read ahead of DataLoader workers, of sharded data,
+    and where parameter servers deal batches or live workers divide them; an error in reading it is raised when it is
+    asked for. Else a batch is read when it is asked for, as in torch, or when the end must be known and no sampler of
+    torch's tells: by `at_end`, `is_last` and steps with ``accumulate`` above 1.
 
     All ranks iterate together: a sharded loader is collective in every ``next``. Externally synchronised, and not to
     be advanced while a step runs.
@@ -289,7 +291,13 @@ class Loader(Generic[BatchT_co]):
     @property
     def at_end(self) -> bool:
         """Whether the last batch of the pass was yielded and the pass was not advanced since."""
+        self.look_ahead()
         return self.progress.at_end
+
+    def look_ahead(self) -> None:
+        """Finds out whether the latest batch of the pass is its last, where that takes reading the next one."""
+        if self._under_way and self._watch is not None:
+            self._watch.look_ahead()
 
     def part_rows_of(self, value: object) -> list[int] | None:
         """The number of samples in each local replica's part, if `value` is of a batch that was yielded lately.
@@ -301,9 +309,9 @@ class Loader(Generic[BatchT_co]):
         return None if batch is None or batch.part_rows is None else list(batch.part_rows)
 
     def is_last(self, value: object) -> bool | None:
-        """Whether the batch that `value` is of is its pass's last, as far as was known when it was yielded; None where
-        it is not recognised, see `part_rows_of`."""
+        """Whether the batch of `value` is its pass's last; None where it is not recognised, see `part_rows_of`."""
         batch = self.find(value)
+        self.look_ahead()
         return None if batch is None else batch.is_last
 
     def find(self, value: object) -> Yielded | None:
@@ -337,11 +345,14 @@ class Loader(Generic[BatchT_co]):
                 batches=batches,
                 num_readers=self._num_readers,
                 to_skip=position.num_yielded if is_stream and not self._resume else 0,
+                reads_ahead=self._loader.num_workers > 0 or self._sharded or batches is not None,
+                num_batches=num_batches_of(self._loader),
                 goes_on=self._local_parts.num_local == self._local_parts.num_parts,
                 is_sharded=self._sharded,
                 begin=lambda: self._results(epoch, seed, batches),
                 note_advance=lambda: self._note_advance(position),
                 note_yield=lambda is_last: self._note_yield(position, is_last),
+                note_end=lambda: self._note_end(position),
                 finish=lambda: self._finished(position),
                 check=partial(self._check_not_loaded, self._num_loads),
                 any_has_more=self._host.any_has_more,
@@ -362,6 +373,10 @@ class Loader(Generic[BatchT_co]):
 
     def _note_yield(self, position: Position, is_last: bool) -> int:
         return self.progress.note_yield(is_last) if self._position is position else 0
+
+    def _note_end(self, position: Position) -> None:
+        if self._position is position:
+            self.progress.at_end = True
 
     def _begin_pass(self, seed: int) -> DealtBatches | SharedBatches | None:
         """None where this worker has its parts of the batches for itself."""
@@ -427,22 +442,7 @@ class Loader(Generic[BatchT_co]):
             drop_last=user.drop_last,
             snapshot_every=getattr(user, "snapshot_every_n_steps", 1) if self._has_states else 0,
         )
-        return DataLoader(
-            reader,
-            batch_size=None,
-            sampler=self._tasks,
-            num_workers=user.num_workers,
-            collate_fn=partial(Pinnable, pins_objects=user.pin_memory) if self._pins_memory else as_is,
-            pin_memory=self._pins_memory,
-            timeout=user.timeout,
-            worker_init_fn=WorkerStart(user, self._sharded),
-            multiprocessing_context=user.multiprocessing_context,
-            generator=generator,
-            prefetch_factor=user.prefetch_factor,
-            persistent_workers=user.persistent_workers,
-            pin_memory_device=user.pin_memory_device,
-            in_order=user.in_order,
-        )
+        return reading_loader(user, reader, self._tasks, generator, self._pins_memory, is_sharded=self._sharded)
 
     def _finished(self, position: Position) -> None:
         if self._under_way and self._position is position:

@@ -6,13 +6,22 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from muster.errors import InvalidArgument
 from muster.stream_states import is_stateful_loader
 from muster.tasks import samplers_of
 
-__all__ = ["check", "check_extent", "extent_of"]
+__all__ = ["check", "check_extent", "extent_of", "num_batches_of"]
 
 
 def check(loader: object, *, sharded: bool, alone: bool) -> None:
@@ -42,19 +51,35 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
 def extent_of(loader: DataLoader[Any]) -> dict[str, int | str | None]:
     """In what a place within an epoch is counted: the samples in a batch; of a data set that is read by index its
     samples and its samplers' classes, of a stream without states its readers; None where a loader does not tell."""
-    extent: dict[str, int | str | None] = {"batch_size": loader.batch_size, "size": None}
+    batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    extent: dict[str, int | str | None] = {"batch_size": batch_size, "size": None}
     if isinstance(loader.dataset, IterableDataset):
         if is_stateful_loader(loader):  # each of whose readers has a state of its own
             return extent
         return {**extent, "readers": max(1, loader.num_workers)}
     with contextlib.suppress(TypeError):
         extent["size"] = len(loader.dataset)  # type: ignore[arg-type]
-    return {**extent, "sampler": ", ".join(type(sampler).__name__ for sampler in samplers_of(loader))}
+    samplers = samplers_of(loader)
+    if samplers and type(samplers[-1]) in _OF_KNOWN_LENGTH:
+        extent["samples"] = len(samplers[-1])
+    return {**extent, "sampler": ", ".join(type(sampler).__name__ for sampler in samplers)}
+
+
+def num_batches_of(loader: DataLoader[Any]) -> int | None:
+    """In a pass, where torch's own samplers alone say it; None where nothing tells, or nothing certain."""
+    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    draws = batches.sampler if type(batches) is BatchSampler else batches
+    is_certain = not isinstance(loader.dataset, IterableDataset) and type(draws) in _OF_KNOWN_LENGTH
+    return len(batches) if is_certain else None
+
+
+_OF_KNOWN_LENGTH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 _WORDS = {
     "batch_size": "batches of {}",
     "size": "a data set of {}",
+    "samples": "a sampler that draws {} samples",
     "readers": "{} DataLoader worker(s) that read a stream",
     "sampler": "the order of {}",
 }

@@ -50,6 +50,10 @@ class Reads:
     num_readers: int
     to_skip: int
     """Batches of a stream that come and are passed over."""
+    reads_ahead: bool
+    """Whether a batch is read before the one ahead of it is given out: else where somebody needs to know the end."""
+    num_batches: int | None
+    """Of the pass, where that is known for certain."""
     goes_on: bool
     """Whether it does behind a batch that could not be read: where no other rank has parts of the same batches."""
     is_sharded: bool
@@ -59,6 +63,8 @@ class Reads:
     """Another batch was asked for."""
     note_yield: Callable[[bool], int]
     """Whether the batch that is yielded is the last; returns its number among those that the loader yielded."""
+    note_end: Callable[[], None]
+    """The batch that was yielded last has turned out to be the last."""
     finish: Callable[[], None]
     check: Callable[[], None]
     """Raises InvalidArgument where the loader was loaded since the pass began."""
@@ -71,7 +77,7 @@ class Reads:
 
 
 class Pass(Iterator[Any]):
-    """One pass over a loader, with one batch read ahead.
+    """One pass over a loader.
 
     The loader does not hold it, so that leaving a loop early ends the DataLoader's worker processes at once.
     """
@@ -84,7 +90,9 @@ class Pass(Iterator[Any]):
         self._ended: set[int] = set()
         self._to_skip = reads.to_skip
         self._begun = False
+        self._is_read = False
         self._ahead: ReadAhead | Failed | None = None
+        """The next batch, once it is read; None at the end."""
 
     def __next__(self) -> Any:
         self._reads.check()
@@ -92,9 +100,9 @@ class Pass(Iterator[Any]):
         of_job = self._of_job
         if of_job is not None:
             of_job.done()
-        if not self._begun:
-            self._begun = True
-            self._ahead = self._read(first=True)
+        if not self._is_read:
+            self._ahead = self._read(first=not self._begun)
+            self._begun = self._is_read = True
         while self._ahead is None and of_job is not None and of_job.wait_for_more():
             self._results = self._reads.begin()
             self._ahead = self._read()
@@ -113,18 +121,36 @@ class Pass(Iterator[Any]):
             raise batch.error
         if of_job is not None and batch.number is not None:
             of_job.yielded(batch.number)
-        self._ahead = self._read()
-        number = self._reads.note_yield(self._ahead is None)
-        self._reads.position.yielded(batch.value, batch.part_rows, number, is_last=self._ahead is None)
+        if self._reads.reads_ahead:
+            self._ahead = self._read()
+            is_last = self._ahead is None
+        else:
+            self._is_read = False
+            is_last = self._reads.position.num_yielded + 1 == self._reads.num_batches
+        number = self._reads.note_yield(is_last)
+        self._reads.position.yielded(batch.value, batch.part_rows, number, is_last=is_last)
         if batch.read is not None:
             self._reads.streams.yielded(batch.read)
         for arrival in batch.arrivals:
             arrival.join()
         return batch.value
 
+    def look_ahead(self) -> None:
+        """Reads the next batch where that is needed to know whether the one that was yielded last is the last."""
+        if self._is_read or not self._begun or self._reads.num_batches is not None:
+            return
+        self._ahead = self._read()
+        self._is_read = True
+        if self._ahead is None:
+            self._reads.position.note_end()
+            self._reads.note_end()
+
     def _pass_over(self, failed: Failed) -> None:
         """As torch's loaders do: who catches the error gets what comes after it."""
         self._reads.position.num_yielded += 1
+        if not self._reads.reads_ahead:
+            self._is_read = False
+            return
         try:
             self._ahead = self._read()
         except Exception as error:
@@ -173,6 +199,12 @@ class PassWatch:
         self._leave = leave
         self._at_end: int | None = None
         self._pass = weakref.ref(watched, self._note_end)
+
+    def look_ahead(self) -> None:
+        """Finds out whether the batch that it yielded last is its last, where it is there."""
+        watched = self._pass()
+        if watched is not None:
+            watched.look_ahead()
 
     def was_left(self) -> bool:
         """Whether it is gone, and a step was made since."""

@@ -13,6 +13,7 @@ from muster.batch import agreeing_rows, place, split
 from muster.errors import InvalidArgument
 from muster.loader import Loader
 from muster.loader_host import LoaderHost
+from muster.position import Yielded
 
 __all__ = ["Passes", "WeakHost", "dealt_batches", "mark_in_run", "mark_in_step", "usual_rows"]
 
@@ -21,13 +22,23 @@ __all__ = ["Passes", "WeakHost", "dealt_batches", "mark_in_run", "mark_in_step",
 class Source:
     """A loader that arguments of a call come from."""
 
-    progress: _C.LoaderProgress
+    loader: Loader[Any]
     part_rows: list[int] | None
     """The samples in each local replica's part, where the loader knows them."""
     batch: int
     """The batch's number among those that the loader yielded."""
-    is_last: bool
-    """Whether it is its pass's last."""
+    batches: list[Yielded]
+    """Those that were found."""
+
+    @property
+    def progress(self) -> _C.LoaderProgress:
+        """Its loader's."""
+        return self.loader.progress
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one of the batches is its pass's last, as far as is known."""
+        return any(batch.is_last for batch in self.batches)
 
 
 class Passes:
@@ -60,7 +71,7 @@ class Passes:
             if found:
                 part_rows = next((list(batch.part_rows) for batch in found if batch.part_rows is not None), None)
                 latest = max(batch.number for batch in found)
-                sources.append(Source(loader.progress, part_rows, latest, any(batch.is_last for batch in found)))
+                sources.append(Source(loader, part_rows, latest, found))
         return sources
 
     def divide(self, args: tuple[Any, ...], sources: Sequence[Source]) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -91,9 +102,13 @@ class Passes:
             left,
         )
 
-    def has_ended(self, set_number: int, sources: Sequence[Source]) -> bool:
+    def has_ended(self, set_number: int, sources: Sequence[Source], *, for_certain: bool) -> bool:
         """Whether a step of that set of optimizers, of batches of `sources`, is the last of a pass. Of a step of the
-        caller's own tensors: whether that is so of a loader whose loop stands at its last batch. Once for each step."""
+        caller's own tensors: whether that is so of a loader whose loop stands at its last batch. Once for each step.
+        `for_certain`: also where that takes reading the next batch."""
+        if for_certain:
+            for loader in [source.loader for source in sources] or self._loaders:
+                loader.look_ahead()
         batches = [(source.progress, source.batch, source.is_last) for source in sources]
         return self.of_core.has_ended(set_number, batches)
 

@@ -7,12 +7,14 @@ from collections import deque
 from dataclasses import dataclass
 from numbers import Number
 
+from torch.nn.utils.rnn import PackedSequence
+
 from muster.batch import is_column, members
 
 __all__ = ["Position", "Yielded"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Yielded:
     """A batch that a pass has yielded."""
 
@@ -21,7 +23,7 @@ class Yielded:
     number: int
     """Among those that the loader yielded, as `LoaderProgress` counts."""
     is_last: bool
-    """Of its pass, as far as was known then."""
+    """Of its pass, as far as is known."""
     identities: list[_Identity]
 
 
@@ -46,6 +48,11 @@ class Position:
         self._recent.appendleft(Yielded(part_rows, number, is_last, identities))
         self._addresses = frozenset(each.address for batch in self._recent for each in batch.identities)
 
+    def note_end(self) -> None:
+        """The latest is its pass's last."""
+        if self._recent:
+            self._recent[0].is_last = True
+
     def find(self, value: object) -> Yielded | None:
         """The latest batch that `value` is, or is a field of, by identity."""
         if id(value) not in self._addresses:
@@ -66,7 +73,7 @@ class _Identity:
         self._kept: object = None
         self._reference: weakref.ref[object] | None = None
         try:
-            self._reference = weakref.ref(value)
+            self._reference = weakref.ref(_referable(value))
         except TypeError:
             self._members = [_Identity(member) for _, member in members(value) or () if not _is_plain(member)]
             if not self._members:
@@ -76,13 +83,18 @@ class _Identity:
         if id(value) != self.address:
             return False
         if self._reference is not None:
-            return self._reference() is value
+            return self._reference() is _referable(value)
         if self._kept is not None:
             return self._kept is value
         found = [member for _, member in members(value) or () if not _is_plain(member)]
         return len(found) == len(self._members) and all(
             identity.is_of(member) for identity, member in zip(self._members, found, strict=True)
         )
+
+
+def _referable(value: object) -> object:
+    """What tells the object: of a packed sequence, which is a tuple, its tensor."""
+    return value.data if isinstance(value, PackedSequence) else value
 
 
 def _is_plain(value: object) -> bool:

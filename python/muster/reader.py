@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -39,10 +40,9 @@ __all__ = [
     "Skipped",
     "Task",
     "Unread",
-    "WorkerStart",
-    "as_is",
     "indices_of",
     "reader_of",
+    "reading_loader",
 ]
 
 Parts = tuple[list[Any], list[int | None]]
@@ -364,3 +364,31 @@ def _divided(batch: Any, local_parts: LocalParts, capacities: Sequence[float]) -
     parts = [part for (part,) in split((batch,), local_parts.num_parts, capacities=capacities)[mine]]
     sizes: list[int | None] = [*part_sizes(num_rows, local_parts.num_parts, capacities)[mine]]
     return parts, sizes
+
+
+def reading_loader(
+    user: DataLoader[Any],
+    reader: Any,
+    tasks: Any,
+    generator: torch.Generator | None,
+    pins_memory: bool,
+    *,
+    is_sharded: bool,
+) -> DataLoader[Any]:
+    """The DataLoader that has `reader` read `tasks`, with the options of the user's. `pins_memory`: of its batches."""
+    return DataLoader(
+        reader,
+        batch_size=None,
+        sampler=tasks,
+        num_workers=user.num_workers,
+        collate_fn=partial(Pinnable, pins_objects=user.pin_memory) if pins_memory else as_is,
+        pin_memory=pins_memory,
+        timeout=user.timeout,
+        worker_init_fn=WorkerStart(user, is_sharded),
+        multiprocessing_context=user.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=user.prefetch_factor,
+        persistent_workers=user.persistent_workers,
+        pin_memory_device=user.pin_memory_device,
+        in_order=user.in_order,
+    )

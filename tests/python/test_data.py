@@ -839,7 +839,7 @@ def test_a_part_that_its_capacity_leaves_empty_keeps_the_structure() -> None:
         assert x[1].shape == (3, 4)
 
 
-@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 2), (1, 4)])
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 1), (1, 4)])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_other_capacities_hold_for_batches_asked_for_later(iterable: bool, num_workers: int, ahead: int) -> None:
     """`ahead`: batches that were asked for when the first arrives, itself among them."""
@@ -1423,7 +1423,7 @@ def test_batches_that_a_loader_passes_over_are_not_read() -> None:
 
 def test_the_state_of_an_epoch_that_ended_is_the_next_ones_begin() -> None:
     (loader,) = Job().prepare(partial(_kinds()["by index"], None))
-    data = {"batch_size": 4, "size": 23, "sampler": "BatchSampler, RandomSampler"}
+    data = {"batch_size": 4, "size": 23, "samples": 23, "sampler": "BatchSampler, RandomSampler"}
     assert loader.state_dict() == {"epoch": 0, "batches": 0, "generators": [], **data}
     for batch, _ in enumerate(loader):
         assert loader.state_dict()["batches"] == batch + 1
@@ -1435,6 +1435,11 @@ def test_the_state_of_an_epoch_that_ended_is_the_next_ones_begin() -> None:
     [
         (lambda: DataLoader(Numbers(23), 8, shuffle=True), "batches of 4, and now 8"),
         (lambda: DataLoader(Numbers(29), 4, shuffle=True), "a data set of 23, and now 29"),
+        (lambda: DataLoader(Numbers(23), batch_sampler=BatchSampler(range(23), 8, False)), "batches of 4, and now 8"),
+        (
+            lambda: DataLoader(Numbers(23), 4, sampler=RandomSampler(range(9))),
+            "a sampler that draws 23 samples, and now 9",
+        ),
     ],
 )
 def test_the_place_in_other_batches_is_refused(make: Callable[[], DataLoader[Any]], told: str) -> None:

@@ -588,3 +588,18 @@ def test_a_hyperparameter_in_words_is_refused_by_name(
     optimizer.param_groups[0][option] = text
     with pytest.raises(muster.InvalidArgument, match=f"option '{option}' of group 0 of Adam"):
         train(strategy, model)
+
+
+def test_adagrad_starts_at_its_initial_value_after_its_state_was_cleared() -> None:
+    def stepped(clears: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = torch.nn.Linear(3, 2)
+        optimizer = muster.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        if clears:
+            optimizer.state.clear()
+        with muster.MirroredStrategy(["cpu"], threads_per_replica=1) as strategy:
+            model, _ = strategy.prepare(module, optimizer)
+            strategy.step(lambda x: model(x).square().mean(), torch.ones(4, 3))
+        return [parameter.detach() for parameter in module.parameters()]
+
+    assert all(map(torch.equal, stepped(clears=True), stepped(clears=False)))

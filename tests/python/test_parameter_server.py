@@ -841,3 +841,34 @@ def test_learning_works_with_any_staleness() -> None:
 def _learn(addresses: list[str], staleness: int | None, config: Config) -> list[float]:
     with on_servers(addresses, staleness=staleness, **config.options()) as strategy:
         return train(strategy, config).losses
+
+
+class Masked(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, 1)
+        self.register_buffer("position", torch.arange(size))
+        self.register_buffer("mask", torch.ones(size, size, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self.mask.to(x.dtype))
+
+
+def stepped_with_masks(size: int, staleness: int) -> bool:
+    """Whether two steps are made, each with the same error else."""
+    module = Masked(size)
+    told = []
+    with alone(staleness=staleness) as strategy:
+        model, _ = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(2):
+            try:
+                strategy.step(lambda x: model(x).square().mean(), torch.ones(2, size))
+            except muster.InvalidArgument as error:
+                told.append(str(error))
+    assert len(set(told)) <= 1 and all("have 65792 elements, 'mask' 65536 of them" in text for text in told)
+    return not told
+
+
+def test_integer_buffers_that_synchronous_workers_cannot_show_are_named() -> None:
+    assert stepped_with_masks(255, 0) and not stepped_with_masks(256, 0)
+    assert stepped_with_masks(256, 1)

@@ -190,5 +190,5 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> No
     saved = saved_tree.decode(str(snapshot[1]["content"]), snapshot[0])
     (loader,) = saved["loaders"]
     assert loader.pop("sampler") == "BatchSampler, RandomSampler"
-    assert loader == {"epoch": 0, "batches": 1, "generators": [], "batch_size": 8, "size": 100}
+    assert loader == {"epoch": 0, "batches": 1, "generators": [], "batch_size": 8, "size": 100, "samples": 100}
     assert (saved["strategy"]["steps"], saved["strategy"]["calls"]) == (1, 1)

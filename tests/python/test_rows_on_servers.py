@@ -415,6 +415,14 @@ def test_state_that_servers_cannot_begin_with_is_refused() -> None:
         step(strategy, strategy.prepare(module, optimizer)[0])
 
 
+def test_it_is_refused_for_a_table_that_is_an_optimizers_only_parameter() -> None:
+    table = muster.ShardedEmbedding(ROWS, DIM, seed=5, on_servers=True)
+    optimizer = muster.optim.Adagrad(table.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    with alone() as strategy, pytest.raises(muster.InvalidArgument, match=r"initial_accumulator_value=0\.5"):
+        model, _ = strategy.prepare(table, optimizer)
+        strategy.step(lambda ids: model(ids).square().mean(), torch.arange(8))
+
+
 def test_dense_state_of_rows_goes_with_the_first_step() -> None:
     """Which torch's Adagrad makes when it is built, as large as the table."""
     module = Clicks(on_servers=True)

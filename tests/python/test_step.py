@@ -782,6 +782,22 @@ def test_one_parameter_is_not_stepped_by_two_optimizers_at_once(worker_job: Laun
     worker_job(overlapping)
 
 
+def test_a_window_is_stepped_by_the_optimizers_that_opened_it() -> None:
+    module = model_of()
+    x, y = batch_of()
+    with muster.MirroredStrategy(["cpu"], threads_per_replica=1, accumulate=2) as strategy:
+        rates = (0.1, 0.03)
+        model, one, other = strategy.prepare(module, *(torch.optim.SGD(module.parameters(), lr=rate) for rate in rates))
+
+        def step(*optimizers: torch.optim.Optimizer) -> bool:
+            return strategy.step(lambda x, y: F.cross_entropy(model(x), y), x, y, optimizers=list(optimizers)).stepped
+
+        assert not step(one)
+        with pytest.raises(muster.InvalidArgument, match="other optimizers= of the same parameters opened a window"):
+            step(other)
+        assert step(one) and not step(other) and step(other)
+
+
 def test_optimizers_of_the_same_parameters_step_in_turn() -> None:
     module, expected = model_of(), model_of()
     rates = [0.1, 0.03]

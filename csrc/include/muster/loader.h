@@ -31,8 +31,8 @@ struct LoaderOptions {
   bool shuffle = false;
   /// Leaves out a last batch that is short.
   bool drop_last = false;
-  /// Threads that read ahead, each with its own copy of the data set (the first has the loader's); 0 reads when a batch
-  /// is asked for.
+  /// Threads that read ahead, each with its own copy of the data set (the first has the loader's); 0 reads in the loop,
+  /// one batch ahead, so that a data set gives each batch memory of its own.
   int workers = 0;
   /// The data set is this worker's own: its batches are divided over the local replicas alone, and a worker that runs
   /// out goes on with empty parts until none has data.
@@ -280,10 +280,12 @@ class Loader {
       if constexpr (requires { dataset.reset(); }) {
         if (task.first) dataset.reset();
       }
-      std::optional<Batch> batch = dataset.get_batch(static_cast<size_t>(batch_size));
-      if (!batch) return nullptr;
-      const int64_t rows = detail::rows_of(*batch);
-      return drop_last && rows >= 0 && rows < batch_size ? nullptr : dealt(*batch, rows, task.capacities);
+      while (std::optional<Batch> batch = dataset.get_batch(static_cast<size_t>(batch_size))) {
+        const int64_t rows = detail::rows_of(*batch);
+        const bool is_short = rows >= 0 && rows < batch_size;
+        if (!drop_last || !is_short) return dealt(*batch, rows, task.capacities);
+      }
+      return nullptr;
     }
 
     std::shared_ptr<void> dealt(const Batch& batch, int64_t rows, const std::vector<double>& capacities) const {

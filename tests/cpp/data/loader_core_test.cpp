@@ -59,6 +59,14 @@ struct Counting : torch::data::datasets::StatefulDataset<Counting, at::Tensor> {
   int64_t next = 0;
 };
 
+// Of batches that end at each multiple of 10.
+struct Chunked : Counting {
+  using Counting::Counting;
+  std::optional<at::Tensor> get_batch(size_t n) override {
+    return Counting::get_batch(std::min(n, static_cast<size_t>(10 - next % 10)));
+  }
+};
+
 struct Unsized : torch::data::datasets::Dataset<Unsized> {
   Example get(size_t) override { return {}; }
   std::optional<size_t> size() const override { return std::nullopt; }
@@ -177,6 +185,9 @@ TEST_CASE("drop_last leaves out a short batch", "[loader]") {
   CHECK(pass_over(loader).size() == 1);
   auto stream = strategy.prepare_loader(Counting(14), {.batch_size = 8, .drop_last = true});
   CHECK(pass_over(stream).size() == 1);
+  auto chunked = strategy.prepare_loader(Chunked(24), {.batch_size = 4, .drop_last = true});
+  CHECK(flat(pass_over(chunked)) ==
+        std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23});
 }
 
 TEST_CASE("shuffle has the order of Python's loader and changes by epoch", "[loader]") {

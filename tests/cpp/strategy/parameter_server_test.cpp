@@ -311,6 +311,25 @@ TEST_CASE("on servers a C++ optimizer's state is refused, saved, and comes back"
   CHECK(state_of(loaded, *net).step() == 3);
 }
 
+TEST_CASE("on servers C++ Adagrad starts rows at 0 alone", "[strategy][server]") {
+  ShardedEmbedding table(8, 2, ShardedEmbeddingOptions{.on_servers = true});
+  for (const double initial : {0.5, 0.0}) {
+    optim::Adagrad optimizer(table->parameters(), torch::optim::AdagradOptions(0.1).initial_accumulator_value(initial));
+    ParameterServerStrategy strategy(Cluster{});
+    auto model = strategy.prepare(table.ptr());
+    strategy.prepare(optimizer);
+    const auto step = [&] {
+      strategy.step([&](const at::Tensor& ids) { return model->forward(ids).square().mean(); }, at::arange(8));
+    };
+    if (initial == 0) {
+      CHECK_NOTHROW(step());
+    } else {
+      CHECK_THROWS_WITH(step(),
+                        ContainsSubstring("initial_accumulator_value=0.5: rows on parameter servers start at 0"));
+    }
+  }
+}
+
 TEST_CASE("on servers C++ Adagrad keeps the state of what takes no step", "[strategy][server]") {
   auto net = std::make_shared<Net>();
   const auto frozen = net->parameters().back();

@@ -409,7 +409,13 @@ TEST_CASE("optimizers over some of the same parameters step in turns", "[strateg
   step(head);
   CHECK_THROWS_WITH(step(all), ContainsSubstring("whose window of several micro-batches is open"));
   strategy.flush();
-  CHECK_NOTHROW(step(all));
+  optim::AdamW again(model->parameters(), torch::optim::AdamWOptions(0.01));
+  strategy.prepare(again);
+  CHECK_FALSE(step(all).stepped);
+  CHECK_THROWS_WITH(step(again), ContainsSubstring("other optimizers= of the same parameters opened a window"));
+  CHECK(step(all).stepped);
+  CHECK_FALSE(step(again).stepped);
+  CHECK(step(again).stepped);
 }
 
 TEST_CASE("optimizers that cannot train are refused", "[strategy]") {
