@@ -1289,9 +1289,15 @@ def _zipped(loaders: list[Loader[Any]], epochs: int) -> Iterator[str]:
             yield str(batches)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize(("samples", "drop_last"), [(32, False), (30, False), (30, True)])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "samples", "drop_last", "workers"),
+    [
+        *((count, *data, 0) for count in (1, 2) for data in ((32, False), (30, False), (30, True))),
+        (1, 32, False, 1),  # those start processes at each of their stops
+        (1, 30, True, 2),
+        (2, 30, False, 2),
+    ],
+)
 def test_passes_over_a_generator_of_ones_own_go_on_anywhere(
     count: int, samples: int, drop_last: bool, workers: int
 ) -> None:

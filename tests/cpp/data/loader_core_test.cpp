@@ -186,8 +186,9 @@ TEST_CASE("drop_last leaves out a short batch", "[loader]") {
   auto stream = strategy.prepare_loader(Counting(14), {.batch_size = 8, .drop_last = true});
   CHECK(pass_over(stream).size() == 1);
   auto chunked = strategy.prepare_loader(Chunked(24), {.batch_size = 4, .drop_last = true});
-  CHECK(flat(pass_over(chunked)) ==
-        std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23});
+  auto found = flat(pass_over(chunked));
+  std::sort(found.begin(), found.end());
+  CHECK(found == std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23});
 }
 
 TEST_CASE("shuffle has the order of Python's loader and changes by epoch", "[loader]") {
