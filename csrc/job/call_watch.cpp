@@ -90,16 +90,25 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
   // A store that fails ends the watch: who waits then hears of it elsewhere.
   void run() noexcept {
     try {
-      std::optional<CallPlace> last;
-      while (const auto place = next_place()) {
-        const bool stays = last && last->windows == place->windows && last->operations == place->operations;
-        last = place;
-        if (!stays) continue;
-        tell(*place);
-        if (look(*place)) break;
-      }
+      watch();
     } catch (const std::exception&) {
+      return note_over();
     }
+    note_over();
+  }
+
+  void watch() {
+    std::optional<CallPlace> last;
+    while (const auto place = next_place()) {
+      const bool stays = last && last->windows == place->windows && last->operations == place->operations;
+      last = place;
+      if (!stays) continue;
+      tell(*place);
+      if (look(*place)) break;
+    }
+  }
+
+  void note_over() noexcept {
     const std::lock_guard lock(mutex_);
     runs_ = false;
     changed_.notify_all();

@@ -299,6 +299,7 @@ void ServerExchange::bring_back() noexcept {
     }
     refresh();
   } catch (const std::exception&) {
+    return;
   }
 }
 
