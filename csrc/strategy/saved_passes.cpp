@@ -19,6 +19,7 @@ using Dict = SavedValue::Dict;
 constexpr const char* kPasses = "passes";
 constexpr const char* kBatchSize = "batch_size";
 constexpr const char* kSize = "size";
+constexpr const char* kSamples = "samples";  // that the sampler draws: in C++ all of the data set
 
 SavedValue value_of(const std::optional<int64_t>& number) { return number ? SavedValue(*number) : SavedValue(); }
 
@@ -84,6 +85,7 @@ void add_extent(Dict& saved, const LoaderExtent& extent) {
   if (!extent.batch_size) return;
   saved[kBatchSize] = value_of(extent.batch_size);
   saved[kSize] = value_of(extent.size);
+  if (extent.size) saved[kSamples] = *extent.size;
 }
 
 void check_extent(const Dict& saved, const LoaderExtent& extent, const std::string& loader) {
@@ -101,6 +103,7 @@ void check_extent(const Dict& saved, const LoaderExtent& extent, const std::stri
   };
   compare(kBatchSize, extent.batch_size, "batches of");
   compare(kSize, extent.size, "a data set of");
+  compare(kSamples, extent.size, "a sampler whose samples are");
 }
 
 }  // namespace muster::detail

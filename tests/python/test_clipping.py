@@ -191,7 +191,7 @@ def overflowing(strategy: muster.Strategy) -> tuple[bool, Tensor]:
         ({"clip_norm_type": "inf"}, "clip_norm_type='inf': it must be a positive number"),
         ({"clip_value": -1.0}, "clip_value=-1"),
         ({"clip_value": True}, "clip_value=True: it must be a positive number"),
-        ({"clip_value": 1.0, "clip_norm": 1.0}, "None where clip_norm is given"),
+        ({"clip_value": 1.0, "clip_norm": 1.0}, "left out where clip_norm is given"),
     ],
 )
 def test_what_no_clipping_is_is_refused(options: dict[str, Any], text: str) -> None:

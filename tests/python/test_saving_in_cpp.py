@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import muster
 from muster import _C, saved_tree
@@ -139,6 +139,24 @@ def test_cpp_hands_on_what_it_does_not_know(programs: Path, tmp_path: Path) -> N
         del loader["sampler"]  # C++ has other classes
     assert_equal(after, before)
     train(tmp_path, 5, schedules=True)  # which finds its schedule's state
+
+
+def test_cpp_refuses_the_place_of_a_sampler_that_draws_fewer(programs: Path, tmp_path: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = TensorDataset(INPUTS, TARGETS)
+    with muster.MirroredStrategy(["cpu", "cpu"]) as strategy:
+        loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, num_samples=24))
+        model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+        next(iter(loader))
+        strategy.save(tmp_path)
+    done = subprocess.run(
+        [programs / "resuming", tmp_path, "2", "fp32", "2"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "loader 0: the checkpoint is of the middle of an epoch with a sampler whose samples are 24, and now 40" in (
+        done.stderr
+    )
 
 
 def test_cpp_goes_on_with_what_was_converted(programs: Path, tmp_path: Path) -> None:
