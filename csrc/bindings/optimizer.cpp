@@ -51,13 +51,12 @@ std::optional<at::Tensor> defined(const at::Tensor& tensor) {
 class DictWatch {
  public:
   void note(const py::dict& state) {
-    has_noted_ = true;
-    items_.clear();
-    for (const auto& [key, value] : state) items_.push_back({{own(key), own(value)}, items_of(value)});
+    auto& items = noted_.emplace();
+    for (const auto& [key, value] : state) items.push_back({{own(key), own(value)}, items_of(value)});
   }
 
   bool sees(const py::object& state) const {
-    return has_noted_ && PyDict_Check(state.ptr()) && same(state.ptr(), items_, [](const Item& item, PyObject* value) {
+    return noted_ && PyDict_Check(state.ptr()) && same(state.ptr(), *noted_, [](const Item& item, PyObject* value) {
              return !PyDict_Check(value) || same(value, item.inner, [](const Pair&, PyObject*) { return true; });
            });
   }
@@ -93,8 +92,7 @@ class DictWatch {
     return true;
   }
 
-  bool has_noted_ = false;
-  std::vector<Item> items_;
+  std::optional<std::vector<Item>> noted_;
 };
 
 }  // namespace

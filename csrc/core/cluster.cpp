@@ -110,16 +110,22 @@ LauncherFacts slurm(const Environment& environment) {
   return launch;
 }
 
-LauncherFacts open_mpi(const Environment& environment) {
-  LauncherFacts launch{"openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
+// Of an MPI launcher, whose ranks come from `launch`'s names.
+LauncherFacts mpi(const Environment& environment, LauncherFacts launch, const char* local_rank, const char* local_size,
+                  std::initializer_list<const char*> jobs) {
   launch.rank = required(environment, launch.rank_name, launch.size_name);
   launch.size = required(environment, launch.size_name, launch.rank_name);
-  launch.local_rank = required(environment, "OMPI_COMM_WORLD_LOCAL_RANK", launch.rank_name);
-  launch.all_local = get_integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == launch.size;
-  // Ranks on mpirun's own node are no tasks of its daemons' step, so that only Slurm's job is common to all.
-  launch.job = first_of(environment, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"});
+  launch.local_rank = required(environment, local_rank, launch.rank_name);
+  launch.all_local = get_integer(environment, local_size) == launch.size;
+  launch.job = first_of(environment, jobs);
   launch.nodes = first_of(environment, {"SLURM_JOB_NODELIST", "SLURM_NODELIST"});
   return launch;
+}
+
+LauncherFacts open_mpi(const Environment& environment) {
+  // Ranks on mpirun's own node are no tasks of its daemons' step, so that only Slurm's job is common to all.
+  return mpi(environment, {"openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "OMPI_COMM_WORLD_LOCAL_RANK",
+             "OMPI_COMM_WORLD_LOCAL_SIZE", {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"});
 }
 
 // MPICH and what descends from it (Intel MPI): the process manager Hydra. PMI_RANK alone may be Slurm's.
@@ -128,14 +134,8 @@ bool is_hydra(const Environment& environment) {
 }
 
 LauncherFacts hydra(const Environment& environment) {
-  LauncherFacts launch{"mpich", "PMI_RANK", "PMI_SIZE"};
-  launch.rank = required(environment, launch.rank_name, launch.size_name);
-  launch.size = required(environment, launch.size_name, launch.rank_name);
-  launch.local_rank = required(environment, "MPI_LOCALRANKID", launch.rank_name);
-  launch.all_local = get_integer(environment, "MPI_LOCALNRANKS") == launch.size;
-  launch.job = first_of(environment, {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"});
-  launch.nodes = first_of(environment, {"SLURM_JOB_NODELIST", "SLURM_NODELIST"});
-  return launch;
+  return mpi(environment, {"mpich", "PMI_RANK", "PMI_SIZE"}, "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+             {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"});
 }
 
 LauncherFacts torchrun(const Environment& environment) {

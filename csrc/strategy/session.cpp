@@ -121,7 +121,6 @@ void Session::close(const std::function<void()>& last, const std::function<void(
 
 void Session::leave() noexcept {
   gate_.shut();
-  if (groups_.calls) groups_.calls->end();
   if (busy()) abort_interrupted();
   pool_->release();
 }

@@ -292,12 +292,9 @@ void ServerExchange::refresh() {
 
 void ServerExchange::bring_back() noexcept {
   rows_.bring_back();
-  if (window_.is_open) return;
+  if (plan_.is_synchronous() || window_.is_open) return;
   try {
-    for (size_t p = 0; p < values_.size(); ++p) {
-      if (values_.has_other_values(p)) return;
-    }
-    refresh();
+    if (!values_.find_other_values()) refresh();
   } catch (const std::exception&) {
     return;
   }

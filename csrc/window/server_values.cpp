@@ -104,9 +104,14 @@ void ServerValues::adopt() {
 }
 
 void ServerValues::note_overwritten() {
-  for (size_t p = 0; p < parameters_.size() && !overwritten_; ++p) {
-    if (has_other_values(p)) overwritten_ = p;
+  if (!overwritten_) overwritten_ = find_other_values();
+}
+
+std::optional<size_t> ServerValues::find_other_values() {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (has_other_values(p)) return p;
   }
+  return std::nullopt;
 }
 
 bool ServerValues::has_other_values(size_t p) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import (
@@ -60,20 +60,22 @@ def extent_of(loader: DataLoader[Any]) -> dict[str, int | str | None]:
     with contextlib.suppress(TypeError):
         extent["size"] = len(loader.dataset)  # type: ignore[arg-type]
     samplers = samplers_of(loader)
-    if samplers and type(samplers[-1]) in _OF_KNOWN_LENGTH:
+    if _is_of_known_length(samplers):
         extent["samples"] = len(samplers[-1])
     return {**extent, "sampler": ", ".join(type(sampler).__name__ for sampler in samplers)}
 
 
 def num_batches_of(loader: DataLoader[Any]) -> int | None:
     """In a pass, where torch's own samplers alone say it; None where nothing tells, or nothing certain."""
-    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    draws = batches.sampler if type(batches) is BatchSampler else batches
-    is_certain = not isinstance(loader.dataset, IterableDataset) and type(draws) in _OF_KNOWN_LENGTH
-    return len(batches) if is_certain else None
+    samplers = samplers_of(loader)
+    is_certain = _is_of_known_length(samplers) and all(type(sampler) is BatchSampler for sampler in samplers[:-1])
+    return len(samplers[0]) if is_certain else None
 
 
-_OF_KNOWN_LENGTH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+def _is_of_known_length(samplers: Sequence[Any]) -> bool:
+    """Whether the innermost is one of torch's, whose length is how many samples it draws."""
+    kinds = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return bool(samplers) and type(samplers[-1]) in kinds
 
 
 _WORDS = {

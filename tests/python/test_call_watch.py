@@ -92,14 +92,10 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def test_they_hear_it_over_hosts(two_hosts: Hosts) -> None:
-    for rank, (_, text, seconds) in enumerate(two_hosts.run([0, 0, 1], on_a_host_of_several)):
+    for rank, (_, text, seconds) in enumerate(two_hosts.run([0, 0, 1], on_a_host, reduces_after_it)):
         assert "rank 0 is in step() with 2 windows" in text, text
         assert "in reduce('sum') with 1. " in text, (rank, text)
         assert seconds < SOON
-
-
-def on_a_host_of_several() -> tuple[str, str, float]:
-    return on_a_host(reduces_after_it)
 
 
 def slow_on_one_rank(timeout: float) -> list[int]:
