@@ -79,7 +79,7 @@ void bind_loaders(py::module_& m) {
              return std::make_unique<Loaders>(std::move(core), callback(connect));
            }),
            py::arg("core"), py::arg("connect"))
-      .def("add", [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader) { return l.add(loader, nullptr); })
+      .def("add", [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader) { return l.add(loader, nullptr, ""); })
       .def("compare", &Loaders::compare, py::call_guard<Interruptible>())
       .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
       .def(

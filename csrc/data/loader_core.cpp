@@ -43,12 +43,15 @@ void LoaderPlace::go_to(int64_t that_epoch, int64_t batches) {
   epoch = that_epoch;
   to_skip = batches;
   running = false;
+  left_at = std::nullopt;
   yielded = 0;
   shared = nullptr;
 }
 
-LoaderState state_of(const LoaderPlace& place) {
+LoaderState state_of(const LoaderPlace& place, int64_t steps) {
   if (!place.running) return {place.epoch, place.to_skip};
+  const bool was_left = place.left_at && steps > *place.left_at;
+  if (was_left || place.is_over) return {place.epoch + 1, 0};
   return {place.epoch, place.shared ? place.shared->num_trained() : place.yielded};
 }
 
@@ -225,15 +228,13 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
     s.place->extent.batch_size = options.batch_size;
     if (!is_stream) s.place->extent.size = static_cast<int64_t>(s.samples);
   }
-  s.index = s.host->add(s.progress, s.place);
-  if (!options.sharded) {
-    const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches" +
-                                 (options.shuffle ? ", shuffled" : "");
-    s.host->compare(s.index, is_stream ? "a stream" : of_index);
-  }
+  const std::string of_index = std::to_string(s.samples) + " samples in " + std::to_string(s.batches()) + " batches" +
+                               (options.shuffle ? ", shuffled" : "");
+  const std::string in_words = is_stream ? "a stream" : of_index;
+  s.index = s.host->add(s.progress, s.place, options.sharded ? "" : in_words);
 }
 
-LoaderCore::~LoaderCore() = default;
+LoaderCore::~LoaderCore() { state_->place->is_over = !state_->progress->in_step; }
 
 const Deal& LoaderCore::deal() const noexcept { return state_->deal; }
 const std::shared_ptr<LoaderProgress>& LoaderCore::progress() const noexcept { return state_->progress; }
@@ -246,7 +247,7 @@ void LoaderCore::set_epoch(int64_t epoch) {
 
 LoaderState LoaderCore::state() const {
   check_place();
-  return state_of(*state_->place);
+  return state_of(*state_->place, state_->host->steps());
 }
 
 void LoaderCore::load_state(const LoaderState& state) {
@@ -296,11 +297,15 @@ std::shared_ptr<void> LoaderCore::begin() {
         return s.read(thread, shared ? State::shared_task_of(*shared, order, number) : s.task_of(order, number));
       });
   place.running = true;
+  place.left_at = std::nullopt;
   place.yielded = std::exchange(place.to_skip, 0);
   place.shared = s.shared;
   const auto hold_of_pass = s.progress->pass ? s.progress->pass->hold() : nullptr;
-  std::shared_ptr<void> hold(nullptr,
-                             [progress = s.progress, number, hold_of_pass](void*) { progress->leave(number); });
+  const auto leave = [progress = s.progress, place = s.place, host = s.host, number, hold_of_pass](void*) {
+    progress->leave(number);
+    if (progress->passes == number) place->left_at = host->steps();
+  };
+  std::shared_ptr<void> hold(nullptr, leave);
   s.ended = false;
   s.look_ahead();
   return hold;

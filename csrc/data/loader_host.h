@@ -37,11 +37,14 @@ class LoaderHost {
   virtual std::vector<double> capacities() const = 0;
   /// Of the order of epochs; a checkpoint that is loaded brings another.
   virtual uint64_t seed() const = 0;
-  /// Takes a loader up and returns its number, from 0 on. `place` outlives it; null for a loader of Python's.
-  virtual int add(const std::shared_ptr<LoaderProgress>& loader, std::shared_ptr<LoaderPlace> place) = 0;
-  /// Collective over workers until their first step, none later. `size`, in words, is that of the `loader`-th loader.
-  /// Throws LayoutMismatch where another worker has another.
-  virtual void compare(int loader, const std::string& size) = 0;
+  /// How many the job has made.
+  virtual int64_t steps() const noexcept = 0;
+  /// Takes a loader up and returns its number, from 0 on. `place` outlives it, and is sent where a checkpoint that was
+  /// loaded before had it; null for a loader of Python's. `size`, in words, must be equal on all workers; empty where
+  /// each has data of its own. With a size collective over workers until their first step. Throws LayoutMismatch where
+  /// it cannot go on there, or another worker has another size.
+  virtual int add(const std::shared_ptr<LoaderProgress>& loader, std::shared_ptr<LoaderPlace> place,
+                  const std::string& size) = 0;
   /// Collective over the workers that step together: whether any of them has more.
   virtual bool any_has_more(bool has_more) = 0;
   /// Begins a pass of `batches` that servers deal; connects to them, where no step has.

@@ -82,18 +82,21 @@ struct LoaderPlace {
   bool is_known = true;                     ///< false where servers deal the batches
   int64_t epoch = 0;                        ///< as Loader::epoch
   bool running = false;                     ///< a pass that counts as an epoch has begun and not ended
+  std::optional<int64_t> left_at = {};      ///< the job's steps when the loop over that pass was gone
   int64_t yielded = 0;                      ///< batches of the pass under way, with those that it passed over
   int64_t to_skip = 0;                      ///< batches that the next pass passes over
   std::shared_ptr<SharedPass> shared = {};  ///< the pass under way, which knows it better: live workers divide it
   LoaderExtent extent = {};
   int64_t num_loads = 0;  ///< of its state
+  /// The loader is gone, and no batch of it went to a step: nobody goes on with it.
+  bool is_over = false;
 
   /// The next pass is of that epoch, and passes over `batches`.
   void go_to(int64_t that_epoch, int64_t batches);
 };
 
-/// As Loader::state and load_state.
-LoaderState state_of(const LoaderPlace& place);
+/// As Loader::state and load_state. `steps`: how many the job has made.
+LoaderState state_of(const LoaderPlace& place, int64_t steps);
 void take_state(LoaderPlace& place, const LoaderState& state);
 
 }  // namespace muster::detail

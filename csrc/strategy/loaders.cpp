@@ -10,10 +10,15 @@
 #include "core/log.h"
 #include "muster/error.h"
 #include "server/protocol/wire.h"
+#include "strategy/saved_parts.h"
+#include "strategy/saved_passes.h"
 
 namespace muster {
 
 namespace {
+
+using List = SavedValue::List;
+using Dict = SavedValue::Dict;
 
 // Those of a strategy's servers.
 class ServedMembers final : public detail::Members {
@@ -41,6 +46,15 @@ class ServedMembers final : public detail::Members {
   const std::shared_ptr<StrategyCore> core_;
 };
 
+void check_place(const Dict& saved, const detail::LoaderPlace& place, size_t loader) {
+  const auto name = "loader " + std::to_string(loader);
+  detail::check_extent(saved, place.extent, name);
+  const auto& generators = detail::member(saved, "generators").get<List>();
+  if (generators.empty()) return;
+  throw LayoutMismatch(name + " was saved with the states of " + std::to_string(generators.size()) +
+                       " generators of its own, which a loader has not in C++; go on in Python");
+}
+
 server::PassId pass_id(int loader, int64_t epoch) {
   return {static_cast<uint32_t>(loader), static_cast<uint64_t>(epoch)};
 }
@@ -62,11 +76,23 @@ detail::LoaderJob Loaders::job() const {
   return {session.topology(), division, session.groups().joins()};
 }
 
-int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place) {
-  if (place) places_.push_back(std::move(place));
+int Loaders::add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place,
+                 const std::string& size) {
+  if (place) {
+    const size_t number = places_.size();
+    const auto awaited = awaited_.find(number);
+    if (awaited != awaited_.end()) check_place(awaited->second, *place, number);
+    places_.push_back(std::move(place));
+    if (awaited != awaited_.end()) {
+      take(number, awaited->second);
+      awaited_.erase(awaited);
+    }
+  }
   std::erase_if(loaders_, [](const auto& known) { return known.expired(); });
   loaders_.push_back(loader);
-  return num_loaders_++;
+  const int number = num_loaders_++;
+  if (!size.empty()) compare(number, size);
+  return number;
 }
 
 void Loaders::compare(int loader, const std::string& size) {
@@ -163,6 +189,56 @@ void Loaders::go_on(int loader, const std::vector<server::PassProgress>& passes)
   auto& all = served().passes;
   std::erase_if(all, [&](const auto& each) { return each.loader == id; });
   all.insert(all.end(), passes.begin(), passes.end());
+}
+
+List Loaders::saved() {
+  List saved;
+  size_t end = 0;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const auto& place = *places_[i];
+    Dict loader;
+    if (place.is_known) {
+      const auto state = state_of(place, steps());
+      loader = {{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}};
+    } else {
+      loader = detail::saved_loader(place.epoch, passes_of(static_cast<int>(i), place.epoch));
+    }
+    detail::add_extent(loader, place.extent);
+    saved.emplace_back(std::move(loader));
+    if (!place.is_over) end = saved.size();
+  }
+  if (awaited_.empty()) saved.erase(saved.begin() + static_cast<std::ptrdiff_t>(end), saved.end());
+  for (const auto& [number, place] : awaited_) saved.emplace_back(place);
+  return saved;
+}
+
+void Loaders::check(const List& saved) const {
+  for (size_t i = 0; i < std::min(saved.size(), places_.size()); ++i) check_place(saved[i].get<Dict>(), *places_[i], i);
+}
+
+void Loaders::take(const List& saved) {
+  if (!saved.empty() && saved.size() < places_.size() && steps() == 0) {
+    log(LogLevel::warning, "the checkpoint has the places of " + std::to_string(saved.size()) + " loaders, and " +
+                               std::to_string(places_.size()) + " are prepared: those behind them begin anew");
+  }
+  awaited_.clear();
+  for (size_t i = 0; i < saved.size(); ++i) {
+    const auto& theirs = saved[i].get<Dict>();
+    const bool is_prepared = i < places_.size();
+    if (is_prepared) {
+      take(i, theirs);
+    } else {
+      awaited_.emplace(i, theirs);
+    }
+    // Before servers are connected, which a loader that is prepared later may be too late for.
+    const bool is_dealt = is_prepared ? !places_[i]->is_known : job().division == detail::Division::none;
+    if (is_dealt) go_on(static_cast<int>(i), detail::passes_in(theirs, static_cast<uint32_t>(i)));
+  }
+}
+
+void Loaders::take(size_t loader, const Dict& saved) {
+  auto& place = *places_[loader];
+  take_state(place, place.is_known ? detail::place_in(saved) : LoaderState{.epoch = detail::integer(saved, "epoch")});
 }
 
 ServerJob& Loaders::served() {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/saved_tree.h"
 #include "data/loader_host.h"
 #include "strategy/strategy_core.h"
 
@@ -25,20 +26,28 @@ class Loaders final : public detail::LoaderHost {
   detail::LoaderJob job() const override;
   std::vector<double> capacities() const override { return core_->session().capacities(); }
   uint64_t seed() const override { return core_->session().streams().seed(); }
-  int add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place) override;
-  void compare(int loader, const std::string& size) override;
+  int64_t steps() const noexcept override { return core_->stepper().steps(); }
+  int add(const std::shared_ptr<detail::LoaderProgress>& loader, std::shared_ptr<detail::LoaderPlace> place,
+          const std::string& size) override;
   bool any_has_more(bool has_more) override;
   std::shared_ptr<detail::DealtPass> deal(int loader, int64_t epoch, int64_t batches) override;
   std::shared_ptr<detail::SharedPass> share(int loader, int64_t epoch,
                                             detail::SharedPass::NextBatch next_batch) override;
   void leave_passes() override;
 
+  /// As add() does with a `size` of the `loader`-th loader.
+  void compare(int loader, const std::string& size);
+
   /// In a worker that joined a synchronous job: `standings` is what Stepper::watch() gave, for passes that begin
   /// before this worker's next step.
   void joined(const std::string& standings);
 
-  /// Of all C++ loaders that were prepared, by number.
-  const std::vector<std::shared_ptr<detail::LoaderPlace>>& places() const noexcept { return places_; }
+  /// What a checkpoint has of C++'s loaders, by number: but of those that are over, behind the last one which is not.
+  SavedValue::List saved();
+  /// Throws LayoutMismatch where a loader cannot go on where a checkpoint has it.
+  void check(const SavedValue::List& saved) const;
+  /// C++'s loaders go on there; those that are prepared later do when they are.
+  void take(const SavedValue::List& saved);
 
   /// How far the passes over the `loader`-th loader are that servers deal of, from that epoch on.
   std::vector<server::PassProgress> passes_of(int loader, int64_t epoch);
@@ -65,6 +74,7 @@ class Loaders final : public detail::LoaderHost {
 
  private:
   void connect() const;
+  void take(size_t loader, const SavedValue::Dict& saved);
   void warn_of_short_end();
   std::string standings() const;
   ServerJob& served();
@@ -75,6 +85,7 @@ class Loaders final : public detail::LoaderHost {
   int num_loaders_ = 0;  // prepared so far
   std::vector<std::weak_ptr<detail::LoaderProgress>> loaders_;
   std::vector<std::shared_ptr<detail::LoaderPlace>> places_;
+  std::map<size_t, SavedValue::Dict> awaited_;                    // places of loaders that are not prepared yet
   std::vector<std::shared_ptr<detail::DealtPass>> dealt_;         // that may be under way
   std::map<uint32_t, std::weak_ptr<detail::SharedPass>> shared_;  // the last ones, by loader
   std::map<uint32_t, detail::PassStanding> others_;               // where this worker joined, by loader

@@ -159,7 +159,6 @@ std::optional<Saving::Found> Saving::broadcast(std::optional<Found> found) {
 void Saving::check(const Dict& saved) const {
   const auto& modules = list_of(saved, "modules");
   const auto& optimizers = list_of(saved, "optimizers");
-  const auto& loaders = list_of(saved, "loaders");
   const auto compare = [&](size_t ours, size_t theirs, const std::string& what) {
     if (ours == theirs || part_of(saved, what) == nullptr) return;
     throw LayoutMismatch("the checkpoint is of " + std::to_string(theirs) + " " + what + ", and " +
@@ -169,7 +168,6 @@ void Saving::check(const Dict& saved) const {
   };
   compare(strategy_.modules.size(), modules.size(), "modules");
   compare(strategy_.optimizers.size(), optimizers.size(), "optimizers");
-  compare(strategy_.loaders.places().size(), loaders.size(), "loaders");
   for (size_t i = 0; i < modules.size(); ++i) {
     detail::check_module(*strategy_.modules[i].replicas().front(), modules[i].get<Dict>(),
                          "module " + std::to_string(i));
@@ -179,15 +177,7 @@ void Saving::check(const Dict& saved) const {
     detail::check_optimizer(optimizer, detail::parameter_names(optimizer, strategy_.core->session().registry()),
                             optimizers[i].get<Dict>(), "optimizer " + std::to_string(i));
   }
-  for (size_t i = 0; i < loaders.size(); ++i) {
-    const auto& loader = loaders[i].get<Dict>();
-    detail::check_extent(loader, strategy_.loaders.places()[i]->extent, "loader " + std::to_string(i));
-    const auto& generators = member(loader, "generators").get<List>();
-    if (generators.empty()) continue;
-    throw LayoutMismatch("loader " + std::to_string(i) + " was saved with the states of " +
-                         std::to_string(generators.size()) +
-                         " generators of its own, which a loader has not in C++; go on in Python");
-  }
+  strategy_.loaders.check(list_of(saved, "loaders"));
 }
 
 void Saving::take(const Dict& saved) {
@@ -214,17 +204,7 @@ void Saving::take(const Dict& saved) {
   for (const auto& [optimizer, names, state] : optimizers) {
     other_options_.push_back(detail::load_optimizer(optimizer, names, state));
   }
-  const auto& loaders = list_of(saved, "loaders");
-  for (size_t i = 0; i < loaders.size(); ++i) {
-    const auto& theirs = loaders[i].get<Dict>();
-    auto& place = *strategy_.loaders.places()[i];
-    if (place.is_known) {
-      take_state(place, detail::place_in(theirs));
-    } else {
-      take_state(place, {.epoch = integer(theirs, "epoch")});
-      strategy_.loaders.go_on(static_cast<int>(i), detail::passes_in(theirs, static_cast<uint32_t>(i)));
-    }
-  }
+  strategy_.loaders.take(list_of(saved, "loaders"));
   for (const auto& scale : list_of(saved, "loss_scales")) take_loss_scale(scale.get<Dict>());
   if (const auto* const part = part_of(saved, "strategy")) {
     const auto& job = part->get<Dict>();

@@ -123,8 +123,8 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   std::string document;
   const auto looked = told_by_all("save", false, [&] {
     DividedTensors divided;
-    auto tree =
-        checkpoint::encode_tree_in_place(content(is_chief() ? state : SavedState(), loaders(), states, &divided));
+    auto tree = checkpoint::encode_tree_in_place(
+        content(is_chief() ? state : SavedState(), strategy_.loaders.saved(), states, &divided));
     document = std::move(tree.document);
     return joint->look(announced, joint_content(tree.tensors, divided, names_of_alike(tree.tensors)));
   });
@@ -137,7 +137,7 @@ void Saving::save_with_others(const fs::path& folder, const SavedState& state, c
   }
   together("save", false, [&] {
     if (!is_chief() && !strategy_.core->session().options().shard_optimizer) return;
-    const auto whole = content(state, loaders(), states, nullptr);
+    const auto whole = content(state, strategy_.loaders.saved(), states, nullptr);
     if (!is_chief()) return;
     auto tree = checkpoint::encode_tree(whole);
     writer_->write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});
@@ -232,24 +232,6 @@ List Saving::units() const {
     if (unit) units.emplace_back(Dict{{"optimizers", positions_of(strategy_.sets, set)}, {"unit", *unit}});
   }
   return units;
-}
-
-List Saving::loaders() const {
-  List saved;
-  const auto& places = strategy_.loaders.places();
-  for (size_t i = 0; i < places.size(); ++i) {
-    Dict loader;
-    if (places[i]->is_known) {
-      const auto state = state_of(*places[i]);
-      loader = {{"epoch", state.epoch}, {"batches", state.batches}, {"generators", List()}};
-    } else {
-      const auto passes = strategy_.loaders.passes_of(static_cast<int>(i), places[i]->epoch);
-      loader = detail::saved_loader(places[i]->epoch, passes);
-    }
-    detail::add_extent(loader, places[i]->extent);
-    saved.emplace_back(std::move(loader));
-  }
-  return saved;
 }
 
 checkpoint::SnapshotWriter& Saving::writer_to(const fs::path& folder, const SaveOptions& options) {

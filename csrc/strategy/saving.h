@@ -77,7 +77,6 @@ class Saving {
   at::Tensor generators();
   SavedValue::List loss_scales() const;
   SavedValue::List units() const;
-  SavedValue::List loaders() const;
   checkpoint::Metadata metadata(std::string document);
   /// What tells what it saves from what others do: that of the checkpoint that was loaded.
   const std::string& lineage();

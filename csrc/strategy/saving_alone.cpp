@@ -39,7 +39,7 @@ void Saving::wait() const {
 void Saving::save_alone(const std::filesystem::path& folder, const SavedState& state, const SaveOptions& options) {
   auto& writer = writer_to(folder, options);
   // First: a batch of a step that is made meanwhile comes once more, and is not lost.
-  const auto places = loaders();
+  const auto places = strategy_.loaders.saved();
   if (strategy_.core->sets().has_servers() && save_with_servers(writer, state, places)) return;
   auto tree = checkpoint::encode_tree(content(state, places, generators(), nullptr));
   writer.write_copy({std::move(tree.tensors), metadata(std::move(tree.document))});

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from muster import _C, sync_batch_norm
+from muster import _C, saved_loaders, sync_batch_norm
 from muster.by_hand import ByHand
 from muster.collectives import Collectives
 from muster.errors import InvalidArgument
@@ -72,6 +72,8 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self._passes = passes
         self._loaders: list[Loader[Any]] = []
+        self._awaited: dict[int, Mapping[str, Any]] = {}
+        """Where a checkpoint that was loaded has loaders which are not prepared yet, by number."""
         self._told_of: set[str] = set()
         """What was forgotten, as far as it was said."""
 
@@ -112,12 +114,36 @@ class Preparation:
         prepared: Loader[Any] = Loader(loader, self._host, index=index, sharded=sharded)
         if not sharded:
             self._passes.of_core.compare(index, size_in_words(loader))
+        place = self._awaited.get(index)
+        if place is not None:
+            saved_loaders.compare(self._core, prepared, place, index)
+            saved_loaders.take_place(self._core, prepared, self._awaited.pop(index))
         self._passes.add(prepared)
         self._loaders.append(prepared)
         self._user_loaders.append(loader)
         _warn_of_many("loaders", len(self._loaders))
         _prepared_by[loader] = weakref.ref(self)
         return prepared
+
+    def take_places(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Loaders go on where a checkpoint has them, by number; those that are prepared later do when they are."""
+        if len(saved) < len(self._loaders) and self._host.steps == 0:
+            logging.getLogger("muster").warning(
+                "the checkpoint has the places of %d loaders, and %d are prepared: those behind them begin anew",
+                len(saved), len(self._loaders),
+            )  # fmt: skip
+        self._awaited = dict(itertools.islice(enumerate(saved), len(self._loaders), None))
+        for number, place in enumerate(saved):
+            # A loader that is prepared later may be too late for servers.
+            if number in self._awaited or not self._loaders[number].has_place:
+                saved_loaders.tell_servers(self._host, number, place)
+            if number not in self._awaited:
+                saved_loaders.take_place(self._core, self._loaders[number], place)
+
+    @property
+    def awaited_places(self) -> list[Mapping[str, Any]]:
+        """Where the checkpoint that was loaded has loaders which are not prepared yet, in their order."""
+        return list(self._awaited.values())
 
     @property
     def modules(self) -> list[Replicated[Any]]:

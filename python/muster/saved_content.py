@@ -15,7 +15,6 @@ from muster.loader_host import LoaderHost
 from muster.options import StrategyOptions, loss_scale_rule
 from muster.precision import LossScaler
 from muster.preparing import Preparation
-from muster.saved_layout import compare_generators, compare_place
 from muster.saved_tables import SavedTables, leave_to_servers
 from muster.sharded_embedding import leaving_rows_out
 from muster.stepping import Stepping
@@ -126,11 +125,9 @@ class SavedContent:
         for put_back()."""
         saved["tables"] = self._tables.place(saved, self._preparation.modules)
         modules, optimizers = self._preparation.modules, self._preparation.optimizers
-        loaders = self._preparation.loaders
         for what, ours, theirs in (
             ("modules", modules, saved["modules"]),
             ("optimizers", optimizers, saved["optimizers"]),
-            ("loaders", loaders, saved["loaders"]),
         ):
             if theirs is not None and len(ours) != len(theirs):
                 raise LayoutMismatch(
@@ -142,11 +139,8 @@ class SavedContent:
                 saved_modules.compare(module, tensors, f"module {number}")
         for number, (optimizer, theirs) in enumerate(_pairs(optimizers, saved["optimizers"])):
             saved_optimizer.compare(self._core, optimizer, theirs, f"optimizer {number}")
-        for number, (loader, theirs) in enumerate(_pairs(loaders, saved["loaders"])):
-            place = saved_loaders.of_this_rank(self._core, loader, theirs)
-            for states in (place["generators"], place.get("generators_now", place["generators"])):
-                compare_generators(loader.generators, states, f"loader {number}")
-            compare_place(loader, place, f"loader {number}")
+        for number, (loader, theirs) in enumerate(zip(self._preparation.loaders, saved["loaders"] or (), strict=False)):
+            saved_loaders.compare(self._core, loader, theirs, number)
 
     def put_back(self, saved: dict[str, Any], take_objects: Callable[[], None]) -> None:
         """Loads what compare() has seen, and calls `take_objects`, which loads what user code gave by name. Where that
@@ -166,8 +160,8 @@ class SavedContent:
                 optimizer.state, optimizer.param_groups = state, groups
             raise
         self._tables.take(saved["tables"])
-        for loader, theirs in _pairs(self._preparation.loaders, saved["loaders"]):
-            saved_loaders.take_place(loader, saved_loaders.of_this_rank(self._core, loader, theirs))
+        if saved["loaders"]:
+            self._preparation.take_places(saved["loaders"])
         for scale in saved["loss_scales"] or ():
             number = self._set_of(scale["optimizers"])
             LossScaler(self._core, number, loss_scale_rule(self._options)).load_state_dict(scale["scale"])

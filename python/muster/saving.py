@@ -87,7 +87,7 @@ class Saving:
                 for name, value in state.items()
             }
             loaders, own = saved_loaders.states_of(self._preparation.loaders)
-            return {"loaders": loaders, "state": described}, own
+            return {"loaders": [*loaders, *self._preparation.awaited_places], "state": described}, own
 
         # Code of users comes before the first collective: where it raises on one rank, no other is left waiting.
         content, own = self._together("save", given, alone=self._has_servers)

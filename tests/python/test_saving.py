@@ -238,8 +238,8 @@ def fewer_parameters(strategy: muster.Strategy) -> None:
     )
 
 
-def no_loader(strategy: muster.Strategy) -> None:
-    strategy.prepare(module := build(), torch.optim.AdamW(module.parameters()))
+def no_optimizer(strategy: muster.Strategy) -> None:
+    strategy.prepare(build(), DataLoader(DATA, batch_size=8))
 
 
 def with_generator(strategy: muster.Strategy) -> None:
@@ -259,7 +259,7 @@ def other_batches(strategy: muster.Strategy) -> None:
         (deeper, "lacks '5.weight' of module 0"),
         (another_optimizer, "optimizer 0 is Adam, and in the checkpoint AdamW"),
         (fewer_parameters, "has '0.weight' in group 0 of optimizer 0"),
-        (no_loader, "1 loaders, and 0 are prepared"),
+        (no_optimizer, "1 optimizers, and 0 are prepared"),
         (with_generator, "loader 0 has 1 generators of its own, and the checkpoint states of 0"),
     ],
 )

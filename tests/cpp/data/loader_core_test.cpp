@@ -120,11 +120,11 @@ struct HostOfTheLastOne final : muster::detail::LoaderHost {
   }
   std::vector<double> capacities() const override { return {}; }
   uint64_t seed() const override { return 0; }
-  int add(const std::shared_ptr<muster::detail::LoaderProgress>&,
-          std::shared_ptr<muster::detail::LoaderPlace>) override {
+  int64_t steps() const noexcept override { return 0; }
+  int add(const std::shared_ptr<muster::detail::LoaderProgress>&, std::shared_ptr<muster::detail::LoaderPlace>,
+          const std::string&) override {
     return 0;
   }
-  void compare(int, const std::string&) override {}
   bool any_has_more(bool has_more) override { return has_more; }
   std::shared_ptr<muster::detail::DealtPass> deal(int, int64_t, int64_t) override { return nullptr; }
   std::shared_ptr<muster::detail::SharedPass> share(int loader, int64_t epoch,
