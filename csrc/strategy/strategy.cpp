@@ -280,6 +280,7 @@ void Strategy::add_optimizer(torch::optim::Optimizer& optimizer) {
   known[place] = &optimizer;
   state_->lives.resize(known.size());
   state_->lives[place] = life ? std::optional<std::weak_ptr<const void>>(life) : std::nullopt;
+  state_->forgotten.note(optimizer);
 }
 
 void Strategy::check_parts(size_t parts) const {
@@ -296,7 +297,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   if (parts.loader) parts.loader->in_step = true;
   StepCall call;
   call.set = state_->set_of(options);
-  call.call = fn;
+  call.call = state_->forgotten.watching(fn, call.set, *state_);
   call.rows = parts.rows;
   call.samples_left = parts.samples_left;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;

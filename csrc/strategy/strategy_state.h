@@ -10,6 +10,7 @@
 
 #include "muster/strategy.h"
 #include "optimizer/flat_state.h"
+#include "strategy/forgotten_modules.h"
 #include "strategy/loaders.h"
 #include "strategy/optimizer_sets.h"
 #include "strategy/saving.h"
@@ -126,6 +127,7 @@ struct Strategy::State {
   std::vector<torch::optim::Optimizer*> optimizers;
   std::vector<std::optional<std::weak_ptr<const void>>> lives;  ///< of flat ones among them
   OptimizerSets sets;
+  detail::ForgottenModules forgotten;
   Loaders loaders;
   Saving saving;
   /// The optimizer whose state servers hold.
