@@ -254,6 +254,19 @@ def test_prefixes_are_taken_off(tmp_path: Path) -> None:
         convert(tmp_path / "ddp.pt", strip_prefix="net")
 
 
+def test_what_may_be_meant_otherwise_is_said(tmp_path: Path) -> None:
+    module, user = stepped()
+    names = {f"module.{name}": value for name, value in module.state_dict().items()}
+    torch.save({"model": names, "optimizer": user.state_dict()}, tmp_path / "ddp.pt")
+    code, _, errors = run("convert", tmp_path / "ddp.pt", tmp_path / "made", "--optimizer", "Adamw")
+    assert code == 0
+    assert "module 0 begin with 'module.', as DistributedDataParallel makes them: --strip-prefix module." in errors
+    assert "torch.optim has no Adamw, which load() will insist on" in errors
+    asked = ("--optimizer", "AdamW", "--strip-prefix", "module.")
+    code, _, errors = run("convert", tmp_path / "ddp.pt", tmp_path / "new", *asked)
+    assert (code, errors) == (0, "")
+
+
 def test_modules_and_optimizers_of_several_files_add_up(tmp_path: Path) -> None:
     module, user = stepped()
     torch.save(module.state_dict(), tmp_path / "w.pt")

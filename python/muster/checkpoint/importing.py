@@ -2,7 +2,7 @@
 
 Usage: python -m muster.checkpoint.importing ORDER
 
-ORDER is `Order` as JSON. Prints a JSON object: "folder", "notes" (what was left out), or "error".
+ORDER is `Order` as JSON. Prints a JSON object: "folder", "notes" (what was left out, and doubts), or "error".
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from muster import _C, saved_tree
+from muster import _C, optim, saved_tree
 from muster.checkpoint.foreign import Found, found_in
 from muster.checkpoint.libtorch import read_archive
 from muster.checkpoint.zips import check_zip
@@ -48,7 +48,8 @@ class Order:
 
 
 def convert(order: Order) -> tuple[Path, list[str]]:
-    """The folder of the checkpoint, and what of the sources is not in it, a line each. Raises CheckpointError."""
+    """The folder of the checkpoint, and what of the sources is not in it or may be meant otherwise, a line each. Raises
+    CheckpointError."""
     found = Found()
     for source in order.sources:
         found.add(_read(Path(source)))
@@ -61,6 +62,7 @@ def convert(order: Order) -> tuple[Path, list[str]]:
     for optimizer, name in zip(found.optimizers, order.optimizers, strict=False):
         optimizer["name"] = name
     state, notes = _state_of(found.values)
+    notes += [*_doubts(found.modules, order.optimizers)]
     parts = {"modules": found.modules or None, "optimizers": found.optimizers or None, "state": state}
     return write(order.target, parts, order.sources), notes
 
@@ -84,6 +86,23 @@ def _state_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         state[name] = {"value": value}
     return state, notes
+
+
+_WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile", "_forward_module.": "Fabric"}
+"""What they put before the names of a module's parameters."""
+
+
+def _doubts(modules: Sequence[Mapping[str, Any]], optimizers: Sequence[str]) -> Iterator[str]:
+    for number, module in enumerate(modules):
+        for prefix, wrapper in _WRAPPERS.items():
+            if module and all(name.startswith(prefix) for name in module):
+                yield (
+                    f"the names of module {number} begin with '{prefix}', as {wrapper} makes them: "
+                    f"--strip-prefix {prefix} takes that off"
+                )
+    for name in optimizers:
+        if not any(hasattr(library, name) for library in (torch.optim, optim)):
+            yield f"torch.optim has no {name}, which load() will insist on: see that its class is called so"
 
 
 def _read(source: Path) -> Found:
