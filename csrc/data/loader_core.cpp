@@ -83,6 +83,7 @@ struct LoaderCore::State {
   std::shared_ptr<SharedPass> shared;
   ReadAhead::Batch ahead;
   bool more_ahead = false;
+  bool is_ahead = false;  // the two above are of the batch that follows
   std::unique_ptr<ReadAhead> reads;
 
   bool is_dealt() const { return job.division == Division::none && !options.sharded; }
@@ -145,8 +146,16 @@ struct LoaderCore::State {
     return next < batches() ? std::optional(next++) : std::nullopt;
   }
 
-  // Reads one batch ahead, and agrees with the workers that step together whether anybody has one.
+  // Data may then fill one tensor again for each batch, or be filled by the loop.
+  bool reads_when_asked() const { return options.workers == 0 && !options.sharded && !progress->pass; }
+
+  // Whether the batch that was yielded last is its pass's, as far as is known.
+  bool is_last() const { return is_ahead ? !more_ahead : !is_stream && next == batches(); }
+
+  // Reads the batch that follows, unless it was read, and agrees with the workers that step together whether anybody
+  // has one.
   void look_ahead() {
+    if (std::exchange(is_ahead, true)) return;
     ahead = {};
     try {
       while (reads->has_room()) {
@@ -160,6 +169,12 @@ struct LoaderCore::State {
     }
     more_ahead = ahead.parts != nullptr || ahead.error != nullptr;
     if (options.sharded) more_ahead = host->any_has_more(more_ahead);
+  }
+
+  // Before the pass's next batch.
+  void go_on() {
+    is_ahead = false;
+    if (!reads_when_asked()) look_ahead();
   }
 
   std::vector<size_t> order_of_pass() const {
@@ -223,6 +238,11 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
                : Deal{topology.num_replicas, topology.first_replica, topology.local_replicas()};
   s.progress = std::make_shared<LoaderProgress>();
   s.progress->usual_rows = static_cast<double>(options.batch_size) / s.deal.parts;
+  s.progress->find_end = [&s] {
+    if (s.ended) return;
+    s.look_ahead();
+    if (!s.more_ahead) s.progress->note_end();
+  };
   s.place->is_known = !s.is_dealt();
   if (!options.sharded) {
     s.place->extent.batch_size = options.batch_size;
@@ -234,7 +254,10 @@ LoaderCore::LoaderCore(std::shared_ptr<LoaderHost> host, const LoaderOptions& op
   s.index = s.host->add(s.progress, s.place, options.sharded ? "" : in_words);
 }
 
-LoaderCore::~LoaderCore() { state_->place->is_over = !state_->progress->in_step; }
+LoaderCore::~LoaderCore() {
+  state_->place->is_over = !state_->progress->in_step;
+  state_->progress->find_end = {};
+}
 
 const Deal& LoaderCore::deal() const noexcept { return state_->deal; }
 const std::shared_ptr<LoaderProgress>& LoaderCore::progress() const noexcept { return state_->progress; }
@@ -307,7 +330,7 @@ std::shared_ptr<void> LoaderCore::begin() {
   };
   std::shared_ptr<void> hold(nullptr, leave);
   s.ended = false;
-  s.look_ahead();
+  s.go_on();
   return hold;
 }
 
@@ -321,9 +344,13 @@ bool LoaderCore::advance() {
     s.end();
     throw InvalidArgument("the loader was loaded while a loop over it ran; begin a new loop");
   }
+  s.look_ahead();
   if (pass) {
     pass->done();
-    while (!s.more_ahead && pass->wait_for_more()) s.look_ahead();
+    while (!s.more_ahead && pass->wait_for_more()) {
+      s.is_ahead = false;
+      s.look_ahead();
+    }
   }
   if (s.ahead.error) {
     const auto error = std::exchange(s.ahead.error, nullptr);
@@ -331,7 +358,7 @@ bool LoaderCore::advance() {
     if (pass && is_of_a_batch) pass->lost(s.ahead.number);
     if (is_of_a_batch && s.goes_on_after_errors()) {
       ++s.place->yielded;  // who goes on from here does so behind it
-      s.look_ahead();
+      s.go_on();
     } else {
       s.end();
     }
@@ -346,8 +373,8 @@ bool LoaderCore::advance() {
   s.current = std::move(s.ahead.parts);
   ++s.place->yielded;
   if (pass) pass->yielded(s.ahead.number);
-  s.look_ahead();
-  s.progress->note_yield(!s.more_ahead);
+  s.go_on();
+  s.progress->note_yield(s.is_last());
   return true;
 }
 

@@ -42,9 +42,14 @@ int64_t LoaderProgress::note_yield(bool is_last) noexcept {
   clock_before = clock;
   clock = ++clock_of_all;
   ++yielded;
-  at_end = is_last;
-  if (is_last) last_batch = yielded;
+  at_end = false;
+  if (is_last) note_end();
   return yielded;
+}
+
+void LoaderProgress::note_end() noexcept {
+  at_end = true;
+  last_batch = yielded;
 }
 
 bool LoaderProgress::may_stand_at_end(const std::vector<std::weak_ptr<LoaderProgress>>& loaders) const {

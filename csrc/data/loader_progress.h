@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -44,7 +45,9 @@ class BatchCalls {
 
 /// Owned by the thread that iterates and steps.
 struct LoaderProgress {
-  bool at_end = false;               ///< the last batch was yielded and the loader not advanced since
+  bool at_end = false;  ///< the last batch was yielded, as far as is known, and the loader not advanced since
+  /// Finds out whether that is so, where it takes reading; empty where it is known, or the loader is gone.
+  std::function<void()> find_end;
   bool in_step = false;              ///< a batch of it went to a step
   bool in_run = false;               ///< a batch of it went to run
   double usual_rows = 0;             ///< samples of a part of a full batch, on average
@@ -64,6 +67,8 @@ struct LoaderProgress {
   int64_t begin_pass() noexcept;
   /// A loop got a batch; `is_last`: of its pass, as far as is known. Returns its number.
   int64_t note_yield(bool is_last) noexcept;
+  /// No batch follows the one that was yielded last.
+  void note_end() noexcept;
   /// The loop over that pass is gone.
   void leave(int64_t number) noexcept { left = std::max(left, number); }
   /// Whether a loop may stand at the last batch of its pass: it is there, and no other loop over one of `loaders` has

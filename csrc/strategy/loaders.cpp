@@ -249,11 +249,20 @@ ServerJob& Loaders::served() {
 
 bool Loaders::has_ended(int set, const std::vector<Stepped>& stepped) {
   const auto pass = core_->session().enter();
+  const auto find_end = [accumulates =
+                             core_->session().options().accumulate > 1](const detail::LoaderProgress& loader) {
+    if (accumulates && loader.find_end) loader.find_end();
+  };
   in_step_ = stepped;
+  for (auto& [loader, batch, is_last] : in_step_) {
+    find_end(*loader);
+    is_last = is_last || loader->last_batch == batch;
+  }
   if (stepped.empty()) {
     for (const auto& known : loaders_) {
       const auto loader = known.lock();
       if (!loader || loader->left == loader->passes || loader->yielded == 0) continue;
+      find_end(*loader);
       const bool stands_at_end = loader->may_stand_at_end(loaders_) && (loader->in_step || !loader->in_run);
       in_step_.push_back({loader, loader->yielded, stands_at_end});
     }

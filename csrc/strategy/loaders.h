@@ -62,8 +62,9 @@ class Loaders final : public detail::LoaderHost {
   };
   /// Whether a step of that set of optimizers, which these batches go into, is the last one of a pass: the last batch
   /// goes into as many steps as batches before it. Of a step of the caller's own tensors: whether that is so of a
-  /// loader whose loop stands at its last batch, from which they may be made. Before the step, which note_step() or
-  /// end_step() follow. Throws InvalidArgument where the strategy is closed.
+  /// loader whose loop stands at its last batch, from which they may be made. Where windows take several batches C++'s
+  /// loaders read the next one, if that tells it. Before the step, which note_step() or end_step() follow. Throws
+  /// InvalidArgument where the strategy is closed.
   bool has_ended(int set, const std::vector<Stepped>& stepped);
 
   /// After a step that may have had batches of their passes: the window was left open, closed or dropped. No-op once

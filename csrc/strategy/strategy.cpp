@@ -302,7 +302,7 @@ StepResult Strategy::step_parts(const std::function<Loss(int local_replica)>& fn
   call.samples_left = parts.samples_left;
   if (parts.loader) call.usual_rows = parts.loader->usual_rows;
   std::vector<Loaders::Stepped> stepped;
-  if (parts.loader) stepped.push_back({parts.loader, parts.batch, parts.loader->last_batch == parts.batch});
+  if (parts.loader) stepped.push_back({parts.loader, parts.batch});
   call.loader_ended = state_->loaders.has_ended(call.set, stepped);
   state_->add_update(call);
   if (parts.loader && parts.loader->pass) {

@@ -31,8 +31,10 @@ struct LoaderOptions {
   bool shuffle = false;
   /// Leaves out a last batch that is short.
   bool drop_last = false;
-  /// Threads that read ahead, each with its own copy of the data set (the first has the loader's); 0 reads in the loop,
-  /// one batch ahead, so that a data set gives each batch memory of its own.
+  /// Threads that read ahead, each with its own copy of the data set (the first has the loader's); 0 reads a batch when
+  /// the loop asks for it. It is read before, so that a data set gives each batch memory of its own, where threads
+  /// read, with `sharded`, where parameter servers deal batches or live workers divide them, and of streams where
+  /// windows take several batches, since the last one closes them.
   int workers = 0;
   /// The data set is this worker's own: its batches are divided over the local replicas alone, and a worker that runs
   /// out goes on with empty parts until none has data.

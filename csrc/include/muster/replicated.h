@@ -28,8 +28,8 @@ class Replicated {
   Replicated(std::vector<std::shared_ptr<M>> replicas, std::shared_ptr<const StrategyCore> core)
       : replicas_(std::move(replicas)), core_(std::move(core)) {}
 
-  /// The module of the replica whose step or run the calling thread is in (torch's at::ThreadLocalState takes that along
-  /// to a thread of the program's own), else replica 0's.
+  /// The module of the replica whose step or run the calling thread is in (torch's at::ThreadLocalState takes that
+  /// along to a thread of the program's own), else replica 0's.
   M* operator->() const { return replicas_[detail::current_or_first(*core_)].get(); }
 
   /// The current replica's; see operator->.
