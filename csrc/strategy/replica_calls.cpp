@@ -137,7 +137,7 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
       come_back();
       batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
       if (context->timer) context->timer->stop();
-      batch.writes->check();
+      batch.writes->check("the step");
       // Before the window closes: then other workers of the host may step parameters in this one's memory.
       if (local_replica == 0) outcome.written = batch.writes->written();
       outcome.output = std::move(loss.output);
@@ -204,7 +204,8 @@ void ReplicaCalls::give_up(int local_replica, ReplicaRun& outcome) {
   if (has_control) groups.control[r]->abort(reason);
 }
 
-void ReplicaCalls::run(const StepCall& call, uint64_t number, int local_replica, ReplicaRun& outcome) {
+void ReplicaCalls::run(const StepCall& call, const StepWrites& writes, uint64_t number, int local_replica,
+                       ReplicaRun& outcome) {
   const auto r = static_cast<size_t>(local_replica);
   const auto context = make_context(local_replica, number);
   context->is_in_run = true;
@@ -215,7 +216,10 @@ void ReplicaCalls::run(const StepCall& call, uint64_t number, int local_replica,
     session_.groups().step[r]->begin_scope(number);
     std::optional<KeptCasts> kept;
     if (shares_casts()) kept.emplace();
-    if (!empty) outcome.output = call_in_precision(call, local_replica).output;
+    if (!empty) {
+      outcome.output = call_in_precision(call, local_replica).output;
+      writes.check("run()");
+    }
     if (context->stray_gradient) std::rethrow_exception(context->stray_gradient);
   } catch (...) {
     outcome.error = session_.failures().cause_of(std::current_exception(), *context);

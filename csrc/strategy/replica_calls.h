@@ -52,7 +52,7 @@ class ReplicaCalls {
   void step(const MicroBatch& batch, int local_replica, ReplicaRun& outcome);
 
   /// One replica's share of a call of run: without gradients. Does not throw.
-  void run(const StepCall& call, uint64_t number, int local_replica, ReplicaRun& outcome);
+  void run(const StepCall& call, const StepWrites& writes, uint64_t number, int local_replica, ReplicaRun& outcome);
 
   /// In a step: samples of the calling replica's part; negative if unknown.
   int64_t current_rows() const;

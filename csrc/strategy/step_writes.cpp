@@ -16,20 +16,21 @@ WriteTrace trace_of(const at::Tensor& parameter) { return WriteTrace::of(paramet
 
 StepWrites::StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared)
     : registry_(registry), is_shared_(share_memory(devices)), are_compared_(are_compared) {
-  if (!is_shared_ && !are_compared_) return;
-  for (const auto& parameter : registry.parameters().front()) before_.push_back(trace_of(parameter));
+  const auto& parameters = registry.parameters();  // none of any replica where no module is prepared
+  if (parameters.empty() || (!is_shared_ && !are_compared_)) return;
+  for (const auto& parameter : parameters.front()) before_.push_back(trace_of(parameter));
 }
 
-void StepWrites::check() const {
+void StepWrites::check(const std::string& call) const {
   if (!is_shared_) return;
   const size_t replicas = registry_.parameters().size();
   for (size_t p = 0; p < before_.size(); ++p) {
     if (!was_written(p, /*in_place=*/true)) continue;
     throw InvalidArgument(
-        "parameter '" + registry_.name(p) + "' was written in the step, which runs once for each of " +
+        "parameter '" + registry_.name(p) + "' was written in " + call + ", which calls its function for each of " +
         std::to_string(replicas) +
         " replicas that share its memory, so that it was written as often, and while others read it; "
-        "write it between steps, or use MultiWorkerMirroredStrategy, with a process for each replica");
+        "write it between such calls, or use MultiWorkerMirroredStrategy, with a process for each replica");
   }
 }
 

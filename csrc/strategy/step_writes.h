@@ -1,9 +1,10 @@
-// Writes to parameters in a step.
+// Writes to parameters in a step or run.
 #pragma once
 
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "core/write_trace.h"
@@ -11,17 +12,18 @@
 
 namespace muster {
 
-/// A step function runs once for each of a process's replicas: what it writes to parameters in memory that they share,
-/// it would write as often, while others read there. What it writes on one worker, others may not. Lives shorter than
-/// the registry.
+/// The function of a step or run is called for each of a process's replicas: what it writes to parameters in memory
+/// that they share, it would write as often, while others read there. What it writes on one worker, others may not.
+/// Lives shorter than the registry.
 class StepWrites {
  public:
-  /// Before a step on replicas of these devices; `are_compared`: by workers. By the thread that steps.
+  /// Before a step or run on replicas of these devices; `are_compared`: by workers. By the thread that steps.
   StepWrites(const ParameterRegistry& registry, const std::vector<c10::Device>& devices, bool are_compared);
 
-  /// After a replica's part of it, by the replica's thread. Throws InvalidArgument where replicas share memory, for a
-  /// parameter that was written since the step began, unless forward is known to (ParameterRegistry::expect_writes).
-  void check() const;
+  /// After a replica's part of `call`, "the step" say, by the replica's thread. Throws InvalidArgument where replicas
+  /// share memory, for a parameter that was written since it began, unless forward is known to
+  /// (ParameterRegistry::expect_writes).
+  void check(const std::string& call) const;
 
   /// Parameters that were, before anything is stepped; none where nobody compares them.
   std::vector<size_t> written() const;

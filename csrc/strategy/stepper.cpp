@@ -301,12 +301,13 @@ void Stepper::run(const StepCall& call) {
   const ReplicaCalls::Casts casts(replicas_);
   auto outcomes = std::make_shared<std::vector<ReplicaRun>>(devices.size());
   auto shared_call = std::make_shared<const StepCall>(call);
+  const auto writes = std::make_shared<const StepWrites>(session_.registry(), devices, /*are_compared=*/false);
   const auto streams = current_streams(devices);
   session_.pool().run(
-      [this, shared_call, number, outcomes, streams](int local_replica) {
+      [this, shared_call, writes, number, outcomes, streams](int local_replica) {
         const auto r = static_cast<size_t>(local_replica);
         const StreamScope scope(streams[r]);
-        replicas_.run(*shared_call, number, local_replica, (*outcomes)[r]);
+        replicas_.run(*shared_call, *writes, number, local_replica, (*outcomes)[r]);
       },
       call.poll, call.interrupt);
   session_.failures().raise(*outcomes, {}, session_.topology().rank);

@@ -768,7 +768,10 @@ def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error(wri
         model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
         with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in the step.*2 replicas"):
             strategy.step(lambda x: model(x).square().mean(), x)
+        with pytest.raises(muster.InvalidArgument, match=r"'second\.weight' was written in run\(\).*2 replicas"):
+            strategy.run(model, x)
         model.writes = None
+        strategy.run(model, x)
         before = module.first.weight.detach().clone()
         strategy.step(lambda x: model(x).square().mean(), x)
         assert not torch.equal(module.first.weight, before)
@@ -776,6 +779,7 @@ def test_a_parameter_that_replicas_of_one_memory_write_in_a_step_is_an_error(wri
         model, _ = strategy.prepare(module, torch.optim.SGD(module.first.parameters(), lr=0.1))
         model.writes = writes
         strategy.step(lambda x: model(x).square().mean(), x)
+        strategy.run(model, x)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

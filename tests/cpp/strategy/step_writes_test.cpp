@@ -60,8 +60,11 @@ TEST_CASE("a parameter that several replicas of a process write in a step is an 
   const auto text = message_of<InvalidArgument>(step);
   CHECK(contains(text, "'teacher.weight' was written in the step"));
   CHECK(contains(text, "2 replicas"));
+  const auto run = [&] { strategy.run([&](const at::Tensor& x) { return model->forward(x); }, at::ones({4, 3})); };
+  CHECK(contains(message_of<InvalidArgument>(run), "'teacher.weight' was written in run()"));
   forward_writes = Writes::none;
   const auto before = model->student->weight.detach().clone();
+  CHECK_NOTHROW(run());
   CHECK_NOTHROW(step());
   CHECK_FALSE(model->student->weight.equal(before));
 }
@@ -86,19 +89,19 @@ TEST_CASE("writes of replicas with memory of their own are no matter of the step
   const StepWrites alone(registry, one, /*are_compared=*/false);
   const StepWrites of_worker(registry, one, /*are_compared=*/true);
   const StepWrites shared(registry, two, /*are_compared=*/false);
-  CHECK_NOTHROW(shared.check());
+  CHECK_NOTHROW(shared.check("the step"));
   CHECK(of_worker.written().empty());
   {
     const at::NoGradGuard no_grad;
     w.add_(1);
   }
-  CHECK_NOTHROW(alone.check());
+  CHECK_NOTHROW(alone.check("the step"));
   CHECK(alone.written().empty());
   CHECK(of_worker.written() == std::vector<size_t>{0});
-  CHECK_THROWS_AS(shared.check(), InvalidArgument);
+  CHECK_THROWS_AS(shared.check("the step"), InvalidArgument);
   const StepWrites later(registry, two, /*are_compared=*/true);
   registry.parameter(0, 0).set_data(at::zeros({3}));
-  CHECK_NOTHROW(later.check());  // its replica's own memory
+  CHECK_NOTHROW(later.check("the step"));  // its replica's own memory
   registry.expect_writes(0);
-  CHECK_NOTHROW(shared.check());
+  CHECK_NOTHROW(shared.check("the step"));
 }
