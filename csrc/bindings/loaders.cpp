@@ -79,9 +79,14 @@ void bind_loaders(py::module_& m) {
              return std::make_unique<Loaders>(std::move(core), callback(connect));
            }),
            py::arg("core"), py::arg("connect"))
-      .def("add", [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader) { return l.add(loader, nullptr, ""); })
-      .def("compare", &Loaders::compare, py::call_guard<Interruptible>())
+      .def(
+          "add",
+          [](Loaders& l, const std::shared_ptr<LoaderProgress>& loader, const std::string& size) {
+            return l.add(loader, nullptr, size);
+          },
+          "loader"_a, "size"_a, py::call_guard<Interruptible>())
       .def_property_readonly("are_dealt", [](const Loaders& l) { return l.job().division == detail::Division::none; })
+      .def("stays_open", &Loaders::stays_open, "set"_a)
       .def(
           "has_ended",
           [](Loaders& l, int set,

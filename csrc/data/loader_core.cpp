@@ -366,6 +366,7 @@ bool LoaderCore::advance() {
   }
   if (!s.more_ahead) {
     s.end();
+    s.progress->note_passed_end();
     if (s.place->running) ++s.place->epoch;
     s.place->running = false;
     return false;

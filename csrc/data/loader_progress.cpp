@@ -34,6 +34,7 @@ void BatchCalls::note(int64_t batch, bool is_last) {
 int64_t LoaderProgress::begin_pass() noexcept {
   at_end = false;
   last_batch = 0;
+  before = yielded;
   return ++passes;
 }
 
@@ -50,6 +51,10 @@ int64_t LoaderProgress::note_yield(bool is_last) noexcept {
 void LoaderProgress::note_end() noexcept {
   at_end = true;
   last_batch = yielded;
+}
+
+void LoaderProgress::note_passed_end() noexcept {
+  if (yielded > before) last_batch = yielded;
 }
 
 bool LoaderProgress::may_stand_at_end(const std::vector<std::weak_ptr<LoaderProgress>>& loaders) const {

@@ -56,6 +56,7 @@ struct LoaderProgress {
   int64_t passes = 0;   ///< begun
   int64_t left = 0;     ///< the last pass whose loop is gone, counted from 1
   int64_t yielded = 0;  ///< batches that loops got, over all passes; the latest one has this number
+  int64_t before = 0;   ///< those of passes before the one that was begun last
   /// Number of the last batch of the pass begun last, once it was yielded; else 0. Loops that fetch ahead step it after
   /// at_end has turned false.
   int64_t last_batch = 0;
@@ -69,6 +70,8 @@ struct LoaderProgress {
   int64_t note_yield(bool is_last) noexcept;
   /// No batch follows the one that was yielded last.
   void note_end() noexcept;
+  /// Likewise, now that a loop has asked for another one: loops that fetch ahead step the last one later.
+  void note_passed_end() noexcept;
   /// The loop over that pass is gone.
   void leave(int64_t number) noexcept { left = std::max(left, number); }
   /// Whether a loop may stand at the last batch of its pass: it is there, and no other loop over one of `loaders` has

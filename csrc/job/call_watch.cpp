@@ -50,24 +50,36 @@ bool CallPlace::contradicts(const CallPlace& other) const noexcept {
 class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
  public:
   Watcher(const net::StorePtr& store, int rank, int num_workers, comm::Milliseconds pause)
-      : process_(::getpid()), store_(store->clone()), rank_(rank), num_workers_(num_workers), pause_(pause) {}
+      : process_(::getpid()), jobs_(store), rank_(rank), num_workers_(num_workers), pause_(pause) {}
 
-  void begin(std::function<void(const std::string&)> fail) {
+  void begin(std::function<bool()> is_in_call, std::function<void(const std::string&)> fail) noexcept {
     {
       const std::lock_guard lock(mutex_);
+      is_in_call_ = std::move(is_in_call);
       fail_ = std::move(fail);
       runs_ = true;
     }
-    make_thread("looks whether workers make the same calls", [self = shared_from_this()] { self->run(); }).detach();
+    try {
+      make_thread("looks whether workers make the same calls", [self = shared_from_this()] { self->run(); }).detach();
+    } catch (const std::exception&) {
+      note_over();
+    }
   }
 
   void end() noexcept {
     if (::getpid() != process_) return;
     std::unique_lock lock(mutex_);
+    is_in_call_ = nullptr;
     fail_ = nullptr;
     is_ending_ = true;
     changed_.notify_all();
     changed_.wait_for(lock, kPatienceOfEnd, [&] { return !runs_; });
+  }
+
+  void give_up() noexcept {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+    changed_.notify_all();
   }
 
   void note_call(std::string_view call) {
@@ -87,7 +99,6 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
   }
 
  private:
-  // A store that fails ends the watch: who waits then hears of it elsewhere.
   void run() noexcept {
     try {
       watch();
@@ -102,7 +113,8 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
     while (const auto place = next_place()) {
       const bool stays = last && last->windows == place->windows && last->operations == place->operations;
       last = place;
-      if (!stays) continue;
+      if (!stays || !waits(*place)) continue;
+      if (!store_) store_ = jobs_->clone();
       tell(*place);
       if (look(*place)) break;
     }
@@ -119,6 +131,12 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
     std::unique_lock lock(mutex_);
     if (changed_.wait_for(lock, pause_, [&] { return is_ending_; }) || !is_in_order_) return std::nullopt;
     return place_;
+  }
+
+  // What runs a function on this worker alone waits for nobody's calls.
+  bool waits(const CallPlace& place) {
+    const std::lock_guard lock(mutex_);
+    return is_in_call_ && is_in_call_() && place.call != "run()";
   }
 
   void tell(const CallPlace& place) {
@@ -177,7 +195,8 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
   }
 
   const pid_t process_;
-  const net::StorePtr store_;
+  const net::StorePtr jobs_;
+  net::StorePtr store_;  // the thread's, with a connection of its own, once it has something to tell
   const int rank_;
   const int num_workers_;
   const comm::Milliseconds pause_;
@@ -185,6 +204,7 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::function<bool()> is_in_call_;
   std::function<void(const std::string&)> fail_;
   CallPlace place_{.call = "its first call"};
   std::thread::id caller_;
@@ -198,8 +218,11 @@ CallWatch::CallWatch(const net::StorePtr& store, int rank, int num_workers, comm
 
 CallWatch::~CallWatch() { end(); }
 
-void CallWatch::begin(std::function<void(const std::string&)> fail) { watcher_->begin(std::move(fail)); }
+void CallWatch::begin(std::function<bool()> is_in_call, std::function<void(const std::string&)> fail) noexcept {
+  watcher_->begin(std::move(is_in_call), std::move(fail));
+}
 void CallWatch::end() noexcept { watcher_->end(); }
+void CallWatch::give_up() noexcept { watcher_->give_up(); }
 void CallWatch::note_call(std::string_view call) { watcher_->note_call(call); }
 void CallWatch::note_window() { watcher_->note_window(); }
 void CallWatch::note_operation() { watcher_->note_operation(); }

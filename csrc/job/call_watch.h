@@ -27,9 +27,10 @@ struct CallPlace {
   bool contradicts(const CallPlace& other) const noexcept;
 };
 
-/// Tells the other workers through the store where this one is in its calls, once it has been there for a pause's
-/// length, from a thread of its own; nothing while calls follow one another. Thread-safe. Does nothing for a worker
-/// whose calls come from several threads, since these are in no order. A forked child's does nothing.
+/// Tells the other workers through the store where this one is in its calls, once it has waited there for a pause's
+/// length, from a thread of its own; nothing while calls follow one another, or the program is in none. Thread-safe.
+/// Does nothing for a worker whose calls come from several threads, since these are in no order, nor where the store
+/// fails, or no thread is to be had: who waits then hears of it elsewhere. A forked child's does nothing.
 class CallWatch {
  public:
   /// `store`: of these workers alone, all with a prefix that no other watch has.
@@ -38,11 +39,14 @@ class CallWatch {
   CallWatch(const CallWatch&) = delete;
   CallWatch& operator=(const CallWatch&) = delete;
 
-  /// From here on. `fail` is called once at most, by the thread, with a text that names both calls, where worker 0 and
-  /// another one wait for one another; on all workers at about the same time. It neither throws nor blocks.
-  void begin(std::function<void(const std::string&)> fail);
-  /// `fail` is not called any more, nor running. Idempotent.
+  /// From here on. `is_in_call`: whether this worker is in a call that may wait for others, which the thread asks.
+  /// `fail` is called once at most, by the thread, with a text that names both calls, where worker 0 and another one
+  /// wait for one another; on all workers at about the same time. Neither throws nor blocks.
+  void begin(std::function<bool()> is_in_call, std::function<void(const std::string&)> fail) noexcept;
+  /// Neither function is called any more, nor running. Idempotent.
   void end() noexcept;
+  /// From here on this worker tells nothing: a call that was interrupted counts, or not, whatever others do of it.
+  void give_up() noexcept;
 
   void note_call(std::string_view call);
   void note_window();

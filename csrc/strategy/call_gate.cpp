@@ -31,6 +31,11 @@ bool CallGate::is_inside() const {
   return std::find(inside_.begin(), inside_.end(), std::this_thread::get_id()) != inside_.end();
 }
 
+bool CallGate::is_occupied() const {
+  const std::lock_guard lock(mutex_);
+  return !inside_.empty();
+}
+
 CallGate::Pass CallGate::enter() {
   const std::lock_guard lock(mutex_);
   if (!is_inside()) check_open();  // what a call is made of goes on when another thread begins to close

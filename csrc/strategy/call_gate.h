@@ -36,6 +36,8 @@ class CallGate {
   /// Likewise, and where another thread is in a call that entered so; `what` names the call. The same thread may.
   Pass enter_alone(const char* what);
 
+  /// Whether anybody is in a call.
+  bool is_occupied() const;
   /// Whether it is being shut, or is shut.
   bool is_shut() const noexcept { return shut_; }
   /// From here on nobody enters. Does not wait.

@@ -247,11 +247,15 @@ ServerJob& Loaders::served() {
   return *servers;
 }
 
+bool Loaders::stays_open(int set) {
+  const auto pass = core_->session().enter();
+  return core_->sets().at(set).micro_batches() + 1 < core_->session().options().accumulate;
+}
+
 bool Loaders::has_ended(int set, const std::vector<Stepped>& stepped) {
   const auto pass = core_->session().enter();
-  const auto find_end = [accumulates =
-                             core_->session().options().accumulate > 1](const detail::LoaderProgress& loader) {
-    if (accumulates && loader.find_end) loader.find_end();
+  const auto find_end = [is_needed = stays_open(set)](const detail::LoaderProgress& loader) {
+    if (is_needed && loader.find_end) loader.find_end();
   };
   in_step_ = stepped;
   for (auto& [loader, batch, is_last] : in_step_) {

@@ -35,9 +35,6 @@ class Loaders final : public detail::LoaderHost {
                                             detail::SharedPass::NextBatch next_batch) override;
   void leave_passes() override;
 
-  /// As add() does with a `size` of the `loader`-th loader.
-  void compare(int loader, const std::string& size);
-
   /// In a worker that joined a synchronous job: `standings` is what Stepper::watch() gave, for passes that begin
   /// before this worker's next step.
   void joined(const std::string& standings);
@@ -60,10 +57,13 @@ class Loaders final : public detail::LoaderHost {
     int64_t batch = 0;     ///< its number, as LoaderProgress counts
     bool is_last = false;  ///< of its pass
   };
+  /// Whether the next step of that set of optimizers leaves its window open, but at the end of a pass. Throws
+  /// InvalidArgument where the strategy is closed.
+  bool stays_open(int set);
   /// Whether a step of that set of optimizers, which these batches go into, is the last one of a pass: the last batch
   /// goes into as many steps as batches before it. Of a step of the caller's own tensors: whether that is so of a
-  /// loader whose loop stands at its last batch, from which they may be made. Where windows take several batches C++'s
-  /// loaders read the next one, if that tells it. Before the step, which note_step() or end_step() follow. Throws
+  /// loader whose loop stands at its last batch, from which they may be made. Where the window stays open else, C++'s
+  /// loaders read the next batch, if that tells it. Before the step, which note_step() or end_step() follow. Throws
   /// InvalidArgument where the strategy is closed.
   bool has_ended(int set, const std::vector<Stepped>& stepped);
 
@@ -74,6 +74,7 @@ class Loaders final : public detail::LoaderHost {
   void note_step(int set, bool stepped);
 
  private:
+  void compare(int loader, const std::string& size);
   void connect() const;
   void take(size_t loader, const SavedValue::Dict& saved);
   void warn_of_short_end();

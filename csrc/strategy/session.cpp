@@ -31,10 +31,11 @@ Session::Session(Topology topology, Groups groups, StrategyOptions options, std:
       registry_(topology_.devices),
       streams_(topology_.devices, seed) {
   if (!groups_.calls) return;
-  groups_.calls->begin([this](const std::string& reason) {
+  const auto fail = [this](const std::string& reason) {
     abort_groups(reason);
     groups_.workers->abort(reason);
-  });
+  };
+  groups_.calls->begin([this] { return gate_.is_occupied(); }, fail);
 }
 
 Session::~Session() {

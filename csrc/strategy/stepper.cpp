@@ -9,6 +9,7 @@
 
 #include "core/intra_op_threads.h"
 #include "device/kernel_status.h"
+#include "job/call_watch.h"
 #include "muster/error.h"
 #include "strategy/untouched_gradients.h"
 
@@ -100,6 +101,7 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
         },
         poll, call.interrupt);
   } catch (...) {
+    if (session_.groups().calls) session_.groups().calls->give_up();
     if (!interrupt || session_.busy()) {
       untouched.abandon();
       set.abandon_window();

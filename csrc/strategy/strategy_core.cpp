@@ -3,10 +3,13 @@
 #include <c10/util/ScopeExit.h>
 
 #include <chrono>
+#include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 
 #include "core/log.h"
+#include "core/wait_hook.h"
 #include "server/shard/server.h"
 
 namespace muster {
@@ -37,7 +40,7 @@ void StrategyCore::let_go(const std::function<void()>& poll) {
     leave_ = nullptr;
   }
   awaits_leavers_ = awaits_leavers_ || sets_.has_servers();
-  sets_.end();
+  end_sets(poll);
   gradient_average_.release();
   auto& groups = session_.groups();
   groups.gradients.clear();
@@ -50,6 +53,23 @@ void StrategyCore::let_go(const std::function<void()>& poll) {
   if (awaits_leavers_ && groups.servers->embedded) wait_for_leavers(*groups.servers->embedded, poll);
   groups.servers->embedded.reset();
   groups.servers->seat.reset();
+}
+
+// What servers have is brought back where they answer, which `poll` may interrupt; the sets end all the same.
+void StrategyCore::end_sets(const std::function<void()>& poll) {
+  std::exception_ptr interrupt;
+  const auto noting = [&] {
+    try {
+      poll();
+    } catch (...) {
+      interrupt = std::current_exception();
+      throw;
+    }
+  };
+  std::optional<WaitHook> hook;
+  if (poll) hook.emplace(noting);
+  sets_.end();
+  if (interrupt) std::rethrow_exception(interrupt);
 }
 
 // Other workers may train on the server that this process hosts for as long as they like. Where nobody can interrupt

@@ -57,6 +57,7 @@ class StrategyCore {
 
  private:
   void let_go(const std::function<void()>& poll);
+  void end_sets(const std::function<void()>& poll);
   void wait_for_leavers(const server::ParameterServer& embedded, const std::function<void()>& poll) const;
 
   Session session_;

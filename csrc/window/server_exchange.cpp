@@ -291,10 +291,11 @@ void ServerExchange::refresh() {
 }
 
 void ServerExchange::bring_back() noexcept {
+  if (client_.has_lost_one()) return;
   rows_.bring_back();
-  if (plan_.is_synchronous() || window_.is_open) return;
+  if (plan_.is_synchronous() || window_.is_open || client_.has_lost_one()) return;
   try {
-    if (!values_.find_other_values()) refresh();
+    if (values_.hold_what_landed()) refresh();
   } catch (const std::exception&) {
     return;
   }

@@ -104,14 +104,16 @@ void ServerValues::adopt() {
 }
 
 void ServerValues::note_overwritten() {
-  if (!overwritten_) overwritten_ = find_other_values();
+  for (size_t p = 0; p < parameters_.size() && !overwritten_; ++p) {
+    if (has_other_values(p)) overwritten_ = p;
+  }
 }
 
-std::optional<size_t> ServerValues::find_other_values() {
+bool ServerValues::hold_what_landed() {
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (has_other_values(p)) return p;
+    if (parameters_[p].tensor.is_cpu() ? !has_landed_values(p) : has_other_values(p)) return false;
   }
-  return std::nullopt;
+  return true;
 }
 
 bool ServerValues::has_other_values(size_t p) {

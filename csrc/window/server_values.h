@@ -63,8 +63,8 @@ class ServerValues {
   /// Whether a parameter that was has other values than adopt() gave it. One that has not, since it was moved to memory
   /// that processes share, say, then counts as not written.
   bool has_other_values(size_t parameter);
-  /// The first of those.
-  std::optional<size_t> find_other_values();
+  /// Whether all parameters have the values that adopt() gave them, whatever wrote there since.
+  bool hold_what_landed();
   /// Before values are read anew: notes a parameter that has other values than adopt() gave it, which the next adopt()
   /// overwrites.
   void note_overwritten();

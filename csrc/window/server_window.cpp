@@ -121,6 +121,7 @@ void ServerWindow::connect(FlatOptimizer& optimizer, const std::vector<int>& par
 }
 
 void ServerWindow::open() {
+  if (job_.staleness == 0) check_integers_fit(context_.registry);  // of what was prepared since, too
   exchange_->open();
   numbers_.open();
   buffers_.open();

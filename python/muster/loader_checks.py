@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def check(loader: object, *, sharded: bool, alone: bool) -> None:
 def extent_of(loader: DataLoader[Any]) -> dict[str, int | str | None]:
     """In what a place within an epoch is counted: the samples in a batch; of a data set that is read by index its
     samples and its samplers' classes, of a stream without states its readers; None where a loader does not tell."""
-    batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    batch_size = loader.batch_size or _batch_size_of(loader.batch_sampler)
     extent: dict[str, int | str | None] = {"batch_size": batch_size, "size": None}
     if isinstance(loader.dataset, IterableDataset):
         if is_stateful_loader(loader):  # each of whose readers has a state of its own
@@ -63,6 +64,15 @@ def extent_of(loader: DataLoader[Any]) -> dict[str, int | str | None]:
     if _is_of_known_length(samplers):
         extent["samples"] = len(samplers[-1])
     return {**extent, "sampler": ", ".join(type(sampler).__name__ for sampler in samplers)}
+
+
+def _batch_size_of(batch_sampler: Any) -> int | None:
+    """Where one of the user's own has a number of that name: nothing says what else it may mean by it."""
+    try:
+        size = batch_sampler.batch_size
+        return None if isinstance(size, bool) else operator.index(size)
+    except Exception:
+        return None
 
 
 def num_batches_of(loader: DataLoader[Any]) -> int | None:

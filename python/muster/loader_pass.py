@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,8 @@ class Pass(Iterator[Any]):
         self._ended: set[int] = set()
         self._to_skip = reads.to_skip
         self._begun = False
+        self._reading = threading.RLock()
+        """Held to read: replicas' threads may ask for the end, and threads of the program's advance the pass."""
         self._is_read = False
         self._ahead: ReadAhead | Failed | None = None
         """The next batch, once it is read; None at the end."""
@@ -97,9 +100,13 @@ class Pass(Iterator[Any]):
     def __next__(self) -> Any:
         self._reads.check()
         self._reads.note_advance()
+        if self._of_job is not None:
+            self._of_job.done()
+        with self._reading:
+            return self._next()
+
+    def _next(self) -> Any:
         of_job = self._of_job
-        if of_job is not None:
-            of_job.done()
         if not self._is_read:
             self._ahead = self._read(first=not self._begun)
             self._begun = self._is_read = True
@@ -108,6 +115,7 @@ class Pass(Iterator[Any]):
             self._ahead = self._read()
         batch = self._ahead
         if batch is None:
+            self._reads.position.note_end()
             self._reads.finish()
             if self._reads.batches is not None:
                 self._reads.batches.end()
@@ -137,13 +145,16 @@ class Pass(Iterator[Any]):
 
     def look_ahead(self) -> None:
         """Reads the next batch where that is needed to know whether the one that was yielded last is the last."""
-        if self._is_read or not self._begun or self._reads.num_batches is not None:
+        if self._reads.reads_ahead or self._reads.num_batches is not None:
             return
-        self._ahead = self._read()
-        self._is_read = True
-        if self._ahead is None:
-            self._reads.position.note_end()
-            self._reads.note_end()
+        with self._reading:
+            if self._is_read or not self._begun:
+                return
+            self._ahead = self._read()
+            self._is_read = True
+            if self._ahead is None:
+                self._reads.position.note_end()
+                self._reads.note_end()
 
     def _pass_over(self, failed: Failed) -> None:
         """As torch's loaders do: who catches the error gets what comes after it."""

@@ -58,9 +58,10 @@ class Passes:
         self.of_core = _C.Loaders(core, connect)
         """The passes that other workers have a part in."""
 
-    def add(self, loader: Loader[Any]) -> None:
-        """Takes up the loader that was prepared next."""
-        self.of_core.add(loader.progress)
+    def add(self, loader: Loader[Any], size: str) -> None:
+        """Takes up the loader that was prepared next. Collective over workers with a `size`, which must be equal on all
+        of them, in words; empty where each has data of its own. Raises LayoutMismatch."""
+        self.of_core.add(loader.progress, size)
         self._loaders.append(loader)
 
     def sources_of(self, args: tuple[Any, ...]) -> list[Source]:
@@ -102,11 +103,11 @@ class Passes:
             left,
         )
 
-    def has_ended(self, set_number: int, sources: Sequence[Source], *, for_certain: bool) -> bool:
+    def has_ended(self, set_number: int, sources: Sequence[Source]) -> bool:
         """Whether a step of that set of optimizers, of batches of `sources`, is the last of a pass. Of a step of the
         caller's own tensors: whether that is so of a loader whose loop stands at its last batch. Once for each step.
-        `for_certain`: also where that takes reading the next batch."""
-        if for_certain:
+        Where the window stays open else the next batch is read, if that tells it."""
+        if self.of_core.stays_open(set_number):
             for loader in [source.loader for source in sources] or self._loaders:
                 loader.look_ahead()
         batches = [(source.progress, source.batch, source.is_last) for source in sources]

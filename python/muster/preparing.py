@@ -112,13 +112,12 @@ class Preparation:
             )
         index = len(self._loaders)
         prepared: Loader[Any] = Loader(loader, self._host, index=index, sharded=sharded)
-        if not sharded:
-            self._passes.of_core.compare(index, size_in_words(loader))
         place = self._awaited.get(index)
         if place is not None:
             saved_loaders.compare(self._core, prepared, place, index)
+        self._passes.add(prepared, "" if sharded else size_in_words(loader))
+        if place is not None:
             saved_loaders.take_place(self._core, prepared, self._awaited.pop(index))
-        self._passes.add(prepared)
         self._loaders.append(prepared)
         self._user_loaders.append(loader)
         _warn_of_many("loaders", len(self._loaders))

@@ -59,7 +59,6 @@ class Stepping:
         self._hooked: dict[int, bool] = {}
         """By set: whether this worker's optimizers have hooks to call before a step."""
         self._warned_of_hooks = False
-        self._accumulates = options.accumulate > 1
         self._weighs_parts = core.num_replicas * options.accumulate > 1
         self._warned_of_rows = False
         self._looked_at: dict[tuple[int, int], object] = {}
@@ -105,7 +104,7 @@ class Stepping:
                     self._threads.on_replicas(call),
                     rows,
                     set_number,
-                    self._passes.has_ended(set_number, sources, for_certain=self._accumulates),
+                    self._passes.has_ended(set_number, sources),
                     *self._update_of(set_number),
                     self._threads.interrupt,
                     dealt_batches(sources),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import queue
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import muster
 
@@ -222,3 +227,115 @@ def test_packed_sequences_go_with_their_loop() -> None:
         del batch
         gc.collect()
         assert [each() for each in packed] == [None] * 4
+
+
+def stepping(loader: DataLoader[Any], replicas: int = 1, **options: Any) -> tuple[muster.Strategy, Any, Any]:
+    """And a module that has an optimizer."""
+    strategy, batches = prepared(loader, replicas, **options)
+    model = nn.Linear(1, 1)
+    module, _ = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return strategy, batches, module
+
+
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_batches_that_were_fetched_before_their_steps_close_the_passs_last_window(ahead: int) -> None:
+    def fetched_ahead() -> Iterator[Tensor]:
+        fetched: deque[Tensor] = deque()
+        for batch in loader:
+            fetched.append(batch)
+            if len(fetched) > ahead:
+                yield fetched.popleft()
+        yield from fetched
+
+    strategy, loader, module = stepping(DataLoader(Stream(5), batch_size=None), accumulate=3)
+    with strategy:
+        for _ in range(2):
+            stepped = [strategy.step(lambda x: module(x).mean(), batch).stepped for batch in fetched_ahead()]
+            assert stepped == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_fills_its_window_reads_nothing_ahead(accumulate: int) -> None:
+    data = Stream(6)
+    strategy, loader, module = stepping(DataLoader(data, batch_size=None), accumulate=accumulate)
+    with strategy:
+        for number, batch in enumerate(loader, start=1):
+            full = strategy.step(lambda x: module(x).mean(), batch).stepped
+            assert data.read == number + (not full)
+
+
+class SlowStream(Stream):
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in super().__iter__():
+            time.sleep(0.002)
+            yield batch
+
+
+def test_replicas_that_ask_for_the_end_lose_no_batch() -> None:
+    strategy, loader, module = stepping(DataLoader(SlowStream(6), batch_size=None), replicas=2)
+
+    def loss(x: Tensor) -> Tensor:
+        assert loader.at_end is (x[0, 0].item() == 5)
+        return module(x).mean()
+
+    with strategy:
+        assert sum(strategy.step(loss, batch).stepped for batch in loader) == 6
+
+
+def test_a_thread_that_fetches_beside_the_steps_loses_no_batch() -> None:
+    strategy, loader, module = stepping(DataLoader(SlowStream(40), batch_size=None), accumulate=2)
+    fetched: queue.Queue[Tensor | None] = queue.Queue(2)
+
+    def fetch() -> None:
+        for batch in loader:
+            fetched.put(batch)
+        fetched.put(None)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    seen = []
+    with strategy:
+        while (batch := fetched.get()) is not None:
+            strategy.step(lambda x: module(x).mean(), batch)
+            seen.append(int(batch[0, 0]))
+    thread.join()
+    assert seen == list(range(40))
+
+
+class Batches(Sampler[list[int]]):
+    def __init__(self, batch_size: Any) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+
+class Raising(Batches):
+    @property
+    def batch_size(self) -> int:
+        raise RuntimeError("it varies")
+
+    @batch_size.setter
+    def batch_size(self, _: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Batches(2), 2),
+        (Batches(np.int64(2)), 2),
+        (Batches([2, 2]), None),
+        (Batches(torch.ones(2)), None),
+        (Batches(True), None),
+        (Batches(len), None),
+        (Raising(2), None),
+    ],
+)
+def test_a_batch_samplers_size_is_a_number_or_none(sampler: Batches, expected: int | None, tmp_path: Path) -> None:
+    strategy, loader = prepared(DataLoader(Numbers(), batch_sampler=sampler))
+    with strategy:
+        next(iter(loader))
+        assert loader.state_dict()["batch_size"] == expected
+        strategy.save(tmp_path)
+        assert strategy.load(tmp_path) == {}

@@ -33,8 +33,8 @@ struct LoaderOptions {
   bool drop_last = false;
   /// Threads that read ahead, each with its own copy of the data set (the first has the loader's); 0 reads a batch when
   /// the loop asks for it. It is read before, so that a data set gives each batch memory of its own, where threads
-  /// read, with `sharded`, where parameter servers deal batches or live workers divide them, and of streams where
-  /// windows take several batches, since the last one closes them.
+  /// read, with `sharded`, where parameter servers deal batches or live workers divide them, and of streams by a step
+  /// that leaves its window open, unless its batch is the pass's last.
   int workers = 0;
   /// The data set is this worker's own: its batches are divided over the local replicas alone, and a worker that runs
   /// out goes on with empty parts until none has data.

@@ -94,6 +94,8 @@ class ServerClient {
   /// Up to which step all servers have this worker's pushes in snapshots.
   Durable durable() const noexcept { return requests_.durable(); }
 
+  /// Whether a server stayed away, or is another one.
+  bool has_lost_one() const noexcept { return requests_.has_lost_one(); }
   /// Leaves all servers in good order, once they have what was pushed in snapshots; no call may follow.
   void leave();
   /// Leaves after an error of start() or join(); no call may follow.

@@ -91,6 +91,8 @@ class Requests {
   template <class F>
   auto retried(size_t server, const F& request);
 
+  /// Whether a server stayed away, or is another one, and is not waited for again.
+  bool has_lost_one() const noexcept { return has_lost_one_; }
   /// Leaves all servers in good order.
   void leave();
   /// Leaves after an error, before the worker has joined: others wait for its values, or for it. Waits for the servers

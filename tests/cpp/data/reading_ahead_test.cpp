@@ -1,7 +1,6 @@
 // When a C++ loader without threads reads a batch: when the loop asks for it, where nobody must know a pass's end
 // before.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <torch/data/datasets/base.h>
 #include <torch/data/datasets/stateful.h>
 #include <torch/nn/modules/linear.h>
@@ -13,7 +12,6 @@
 
 #include "cpp/catch.h"
 #include "muster/mirrored.h"
-#include "muster/optim.h"
 #include "muster/strategy.h"
 
 using namespace muster;
@@ -79,15 +77,18 @@ Values numbers_in(Strategy& strategy, Loader& loader) {
   return numbers;
 }
 
-// Steps over the loader; whether each step closed its window.
-template <class Loader>
-std::vector<bool> steps_over(Strategy& strategy, Loader& loader, bool own_tensors) {
-  auto model = strategy.prepare([] { return torch::nn::Linear(1, 1); });
-  optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
-  strategy.prepare(optimizer);
-  const auto loss = [&](const at::Tensor& x) { return model->forward(x.view({-1, 1})).mean(); };
+using Model = Replicated<torch::nn::LinearImpl>;
+
+Model model_of(Strategy& strategy) {
+  return strategy.prepare([] { return torch::nn::Linear(1, 1); });
+}
+
+// Steps over the batches, or tensors made of them; whether each step closed its window.
+template <class Batches>
+std::vector<bool> steps_over(Strategy& strategy, const Model& model, Batches& batches, bool own_tensors = false) {
+  const auto loss = [&](const at::Tensor& x) { return model->forward(x.to(at::kFloat).view({-1, 1})).mean(); };
   std::vector<bool> stepped;
-  for (auto& batch : loader) {
+  for (auto& batch : batches) {
     stepped.push_back((own_tensors ? strategy.step(loss, batch[0].clone()) : strategy.step(loss, batch)).stepped);
   }
   return stepped;
@@ -127,12 +128,37 @@ TEST_CASE("the end of a pass closes the window, whether or not it is known", "[l
   MirroredStrategy strategy(std::vector<std::string>{"cpu"}, {.accumulate = 2});
   SECTION("by index it is") {
     auto loader = strategy.prepare_loader(RefilledNumbers(), {.batch_size = 2});
-    CHECK(steps_over(strategy, loader, own_tensors) == std::vector<bool>{false, true, false, true, true});
+    CHECK(steps_over(strategy, model_of(strategy), loader, own_tensors) ==
+          std::vector<bool>{false, true, false, true, true});
   }
   SECTION("of a stream it is looked for") {
     auto loader = strategy.prepare_loader(RefilledStream(3), {.batch_size = 2});
-    CHECK(steps_over(strategy, loader, own_tensors) == std::vector<bool>{false, true, true});
+    CHECK(steps_over(strategy, model_of(strategy), loader, own_tensors) == std::vector<bool>{false, true, true});
   }
+}
+
+TEST_CASE("batches that were fetched before their steps close the pass's last window", "[loader]") {
+  MirroredStrategy strategy(std::vector<std::string>{"cpu"}, {.accumulate = 2});
+  const auto model = model_of(strategy);
+  auto loader = strategy.prepare_loader(RefilledStream(3), {.batch_size = 2});
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    std::vector<PerReplica<at::Tensor>> fetched;
+    for (const auto& batch : loader) fetched.push_back(batch);
+    CHECK(steps_over(strategy, model, fetched) == std::vector<bool>{false, true, true});
+  }
+}
+
+TEST_CASE("a step that fills its window reads nothing ahead", "[loader]") {
+  MirroredStrategy strategy(std::vector<std::string>{"cpu"}, {.accumulate = 2});
+  std::deque<int64_t> items{0, 1, 2, 3};
+  auto loader = strategy.prepare_loader(Queue(&items));
+  const auto model = model_of(strategy);
+  std::vector<size_t> left;
+  for (auto& batch : loader) {
+    strategy.step([&](const at::Tensor& x) { return model->forward(x.to(at::kFloat).view({-1, 1})).mean(); }, batch);
+    left.push_back(items.size());
+  }
+  CHECK(left == std::vector<size_t>{2, 2, 0, 0});
 }
 
 TEST_CASE("a batch that cannot be read is passed over when it is asked for", "[loader]") {

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -28,10 +29,11 @@ class Workers {
     const net::StorePtr store = c10::make_intrusive<c10d::HashStore>();
     for (int rank = 0; rank < number; ++rank) {
       watches_.push_back(std::make_unique<CallWatch>(store, rank, number, kPause));
-      watches_.back()->begin([this, rank](const std::string& text) {
+      const auto fail = [this, rank](const std::string& text) {
         const std::lock_guard lock(mutex_);
         told_[static_cast<size_t>(rank)] = text;
-      });
+      };
+      watches_.back()->begin([this, rank] { return rank != outside; }, fail);
     }
   }
   ~Workers() {
@@ -39,6 +41,8 @@ class Workers {
   }
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
+
+  std::atomic<int> outside{-1};  // of all calls
 
   CallWatch& operator[](int rank) { return *watches_[static_cast<size_t>(rank)]; }
   void step(int rank) {
@@ -86,6 +90,42 @@ TEST_CASE("workers of which some are behind in the same calls are not", "[job]")
   workers.step(0);
   std::this_thread::sleep_for(10 * kPause);
   for (const int rank : {0, 1, 2}) CHECK(workers.told(rank).empty());
+}
+
+TEST_CASE("workers of which one is in no call, or gave up, are not", "[job]") {
+  Workers workers(2);
+  workers.outside = 0;
+  workers.step(0);
+  workers.reduce(1);
+  std::this_thread::sleep_for(6 * kPause);
+  CHECK(workers.told(0) + workers.told(1) == "");
+  SECTION("until it is in one") {
+    workers.outside = -1;
+    CHECK(eventually([&] { return workers.told(0) != "" && workers.told(1) != ""; }));
+  }
+  SECTION("for good") {
+    workers[0].give_up();
+    workers.outside = -1;
+    std::this_thread::sleep_for(6 * kPause);
+    CHECK(workers.told(0) + workers.told(1) == "");
+  }
+  SECTION("nor while it runs a function that waits for nobody") {
+    workers[0].note_call("run()");
+    workers.outside = -1;
+    std::this_thread::sleep_for(6 * kPause);
+    CHECK(workers.told(0) + workers.told(1) == "");
+  }
+}
+
+TEST_CASE("a store that fails, or has no copy, ends a watch and nothing else", "[job]") {
+  struct Uncopied : c10d::HashStore {
+    c10::intrusive_ptr<Store> clone() override { throw std::runtime_error("no copy"); }
+  };
+  CallWatch watch(c10::make_intrusive<Uncopied>(), 0, 2, kPause);
+  watch.begin([] { return true; }, [](const std::string&) {});
+  watch.note_call("step()");
+  std::this_thread::sleep_for(4 * kPause);
+  watch.end();
 }
 
 TEST_CASE("calls of several threads are in no order, which tells nothing", "[job]") {
