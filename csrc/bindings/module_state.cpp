@@ -2,6 +2,7 @@
 // entries in some ten microseconds.
 #include <memory>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/noted_container.h"
+#include "core/write_trace.h"
 
 namespace muster {
 
@@ -305,6 +307,16 @@ py::list hooks_that_differ(const py::list& firsts, const py::list& others) {
   return found;
 }
 
+// By tensor, what a write changes of it; see WriteTrace.
+std::vector<std::tuple<int64_t, uintptr_t, uint64_t>> write_traces(const py::list& tensors) {
+  std::vector<std::tuple<int64_t, uintptr_t, uint64_t>> traces;
+  for (const auto& tensor : tensors) {
+    const auto trace = WriteTrace::of(THPVariable_Unpack(tensor.ptr()), kSamplesOfBuffer);
+    traces.emplace_back(trace.version, reinterpret_cast<uintptr_t>(trace.memory), trace.sample);
+  }
+  return traces;
+}
+
 }  // namespace
 
 void bind_module_state(py::module_& m) {
@@ -329,6 +341,7 @@ void bind_module_state(py::module_& m) {
       .def("changes", &ModuleState::changes);
   m.def("hooks_that_differ", &hooks_that_differ, py::arg("firsts"), py::arg("others"),
         "Indices of tensors whose Python hooks are other than those of the first ones.");
+  m.def("write_traces", &write_traces, py::arg("tensors"), "By tensor, what a write changes of it.");
 }
 
 }  // namespace muster

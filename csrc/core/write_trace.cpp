@@ -7,7 +7,9 @@
 namespace muster {
 
 WriteTrace WriteTrace::of(const at::Tensor& tensor, size_t samples) {
-  WriteTrace trace{static_cast<int64_t>(tensor._version()), tensor.const_data_ptr()};
+  WriteTrace trace{static_cast<int64_t>(tensor._version())};
+  if (!tensor.has_storage()) return trace;
+  trace.memory = tensor.const_data_ptr();
   const size_t size = tensor.nbytes();
   if (!tensor.is_cpu() || !tensor.is_non_overlapping_and_dense() || size == 0) return trace;
   const auto* const bytes = static_cast<const std::byte*>(trace.memory);

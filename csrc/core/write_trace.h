@@ -21,4 +21,7 @@ struct WriteTrace {
   bool operator==(const WriteTrace&) const = default;
 };
 
+/// Samples of a buffer, which is small: all of it up to 2 KiB.
+constexpr size_t kSamplesOfBuffer = 257;
+
 }  // namespace muster

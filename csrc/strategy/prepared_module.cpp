@@ -119,7 +119,7 @@ void PreparedModule::follow_first_replica() {
   }
   for (size_t b = 0; b < noted_.size(); ++b) {
     const auto& first = buffers_[0][b];
-    if (noted_[b] == noted_of(first)) continue;
+    if (noted_[b] == WriteTrace::of(first, kSamplesOfBuffer)) continue;
     for (size_t r = 1; r < replicas_.size(); ++r) {
       auto& other = buffers_[r][b];
       if (other.sizes() == first.sizes() && other.scalar_type() == first.scalar_type()) {
@@ -131,12 +131,8 @@ void PreparedModule::follow_first_replica() {
   }
 }
 
-PreparedModule::Noted PreparedModule::noted_of(const at::Tensor& buffer) {
-  return {static_cast<int64_t>(buffer._version()), buffer.has_storage() ? buffer.const_data_ptr() : nullptr};
-}
-
 void PreparedModule::note_buffers() {
-  for (size_t b = 0; b < noted_.size(); ++b) noted_[b] = noted_of(buffers_[0][b]);
+  for (size_t b = 0; b < noted_.size(); ++b) noted_[b] = WriteTrace::of(buffers_[0][b], kSamplesOfBuffer);
 }
 
 }  // namespace muster::detail

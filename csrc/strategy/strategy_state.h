@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/write_trace.h"
 #include "muster/strategy.h"
 #include "optimizer/flat_state.h"
 #include "strategy/forgotten_modules.h"
@@ -49,19 +50,10 @@ class PreparedModule {
   void check_submodules();
 
  private:
-  /// What a write changes; set_data() leaves the version alone.
-  struct Noted {
-    int64_t version = 0;
-    const void* data = nullptr;
-
-    bool operator==(const Noted&) const = default;
-  };
-  static Noted noted_of(const at::Tensor& buffer);
-
   Modules replicas_;
   std::vector<Modules> submodules_;               // [replica], in pre-order
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][buffer]
-  std::vector<Noted> noted_;                      // of replica 0's buffers
+  std::vector<WriteTrace> noted_;                 // of replica 0's buffers
 };
 
 /// Collective over workers. Every worker's optimizer gets the chief's learning rates and per-parameter state. Throws

@@ -81,6 +81,16 @@ def follow(
     for key in gone or ():
         if path or key not in FOLLOWED_OTHERWISE:
             target.pop(key, None)
+    if path and isinstance(source, MutableMapping):
+        _take_order(target, source)
+
+
+def _take_order(target: MutableMapping[Any, Any], source: MutableMapping[Any, Any]) -> None:
+    """That of hooks, of which one may come before earlier ones."""
+    if list(target) != list(source) and target.keys() == source.keys():
+        items = {key: target[key] for key in source}
+        target.clear()
+        target.update(items)
 
 
 def attribute_at(attributes: Any, path: Sequence[Any]) -> Any:

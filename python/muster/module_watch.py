@@ -58,7 +58,7 @@ class ModuleWatch:
         self._buffer_tables = [module._buffers for module in replicas[0].modules()]
         self._num_buffers = 0
         self._buffers = [_places_of_buffers(module) for module in replicas]
-        self._noted: list[tuple[Tensor, tuple[int, int]]] = []
+        self._noted: list[tuple[Tensor, tuple[int, int, int]]] = []
         if len(replicas) > 1:
             self._parameters = [list(module.parameters()) for module in replicas]
             self._state = _C.ModuleState(
@@ -94,9 +94,10 @@ class ModuleWatch:
         for local in range(len(self._replicas)):
             self.adopt_buffers(local)
         replaced: set[int] = set()
-        for at, (noted, written) in enumerate(self._noted):
+        traces = _C.write_traces([buffer for _, _, buffer in self._buffers[0]]) if self._noted else []
+        for at, (noted, trace) in enumerate(self._noted):
             first, *others = (places[at][2] for places in self._buffers)
-            if first is noted and _written(first) == written:
+            if first is noted and trace == traces[at]:
                 continue
             for local, other in enumerate(others, 1):
                 if (other.shape, other.dtype) == (first.shape, first.dtype):
@@ -186,14 +187,10 @@ class ModuleWatch:
     def note(self) -> None:
         """Whatever is written to replica 0's buffers and attributes from here on is the user's."""
         if len(self._replicas) > 1:
-            self._noted = [(buffer, _written(buffer)) for _, _, buffer in self._buffers[0]]
+            buffers = [buffer for _, _, buffer in self._buffers[0]]
+            self._noted = list(zip(buffers, _C.write_traces(buffers), strict=True))
             self._num_buffers = self._count_buffers()
             self._state.note()
-
-
-def _written(buffer: Tensor) -> tuple[int, int]:
-    """What a write changes. Another tensor as `.data` leaves the version alone."""
-    return buffer._version, buffer.data_ptr() if buffer.layout is torch.strided else 0
 
 
 def _replace(module: nn.Module, buffer: Tensor, by: Tensor) -> None:

@@ -45,10 +45,18 @@ def replicate(
             f"{type(module).__name__} cannot be copied for {replicas} replicas ({type(error).__name__}: {error}); make "
             "it deep-copyable, or pass a factory: strategy.prepare(lambda: build_model())"
         ) from error
-    for other in copies:
+    for other, memo in zip(copies, known, strict=True):
         compiled_alike(module, other)
         parametrized_apart(module, other)
+        _copy_attributes(module, other, memo)
     return [module, *copies]
+
+
+def _copy_attributes(module: nn.Module, other: nn.Module, memo: dict[int, Any]) -> None:
+    """Those that the program gave to parameters, which torch's copies leave out."""
+    for parameter, own in zip(module.parameters(), other.parameters(), strict=True):
+        given = {name: value for name, value in vars(parameter).items() if name not in vars(own)}
+        vars(own).update(copy.deepcopy(given, memo))
 
 
 def _keep_computed(module: nn.Module, shared: Sequence[nn.Parameter], memo: dict[int, Any]) -> None:

@@ -306,6 +306,12 @@ def test_a_buffer_that_is_given_other_data_is_so_everywhere() -> None:
         module.running_mean.data = torch.full((3,), 5.0)
         for mean in strategy.run(lambda _: model.running_mean.clone(), x):
             assert mean.tolist() == [5.0] * 3
+        module.running_mean.data.copy_(torch.full((3,), 6.0))  # which leaves its version and its memory alone
+        for mean in strategy.run(lambda _: model.running_mean.clone(), x):
+            assert mean.tolist() == [6.0] * 3
+        module.running_mean.numpy()[1] = 7
+        for mean in strategy.run(lambda _: model.running_mean.clone(), x):
+            assert mean.tolist() == [6.0, 7.0, 6.0]
 
 
 class KeepsItsPart(nn.Module):

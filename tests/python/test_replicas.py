@@ -531,6 +531,33 @@ def test_hooks_come_and_go_with_their_handles() -> None:
             assert recorder.seen == [4, 4] and not torch.equal(before, job.raw.body[0].weight)
 
 
+def test_hooks_are_called_in_the_order_of_the_first_replicas() -> None:
+    with Job() as job:
+        layer = job.raw.body[0]
+        layer.register_forward_hook(lambda module, args, output: output * 2)
+        job.strategy.run(job.model.body[0], X)
+        layer.register_forward_hook(lambda module, args, output: output + 1, prepend=True)
+        parts = job.strategy.run(job.model.body[0], torch.ones(4, X.shape[1]))
+        expected = (nn.functional.linear(torch.ones(2, X.shape[1]), layer.weight, layer.bias) + 1) * 2
+        for part in parts:
+            assert torch.equal(part, expected)
+
+
+def test_a_parameters_own_attributes_are_every_replicas() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 1))
+            self.weight.scales = [2.0, 3.0]  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight * sum(self.weight.scales)  # type: ignore[attr-defined]
+
+    with muster.MirroredStrategy(["cpu"] * 2) as strategy:
+        model = strategy.prepare(Scaled())
+        assert [part.flatten().tolist() for part in strategy.run(model, torch.ones(2, 3))] == [[15.0], [15.0]]
+
+
 class Noted(nn.Module):
     """With a hook that is a function over the module, as programs define them in a constructor."""
 

@@ -157,6 +157,9 @@ TEST_CASE("buffers of replica 0 that are set or converted are the others'", "[st
   model.module().running_mean.set_data(expected.clone());
   const auto means = strategy.run([&](const at::Tensor&) { return model->running_mean.clone(); }, batch());
   for (const auto& mean : means) CHECK(mean.equal(expected));
+  model.module().running_mean.variable_data()[2] = 4;  // as `.data` of Python: the version stays
+  const auto written = strategy.run([&](const at::Tensor&) { return model->running_mean.clone(); }, batch());
+  for (const auto& mean : written) CHECK(mean.equal(at::tensor({3.0F, 3.0F, 4.0F, 3.0F})));
   model.module().to(at::kDouble);
   CHECK(strategy.step(function, batch().to(at::kDouble)).stepped);
   const auto converted = strategy.run([&](const at::Tensor&) { return model->running_mean.clone(); }, batch());
