@@ -37,6 +37,25 @@ std::vector<size_t> shuffled(size_t n, uint64_t seed) {
   return {first, first + n};
 }
 
+// A loop's, over the pass with that number: tells that it was left when it goes.
+struct PassHold {
+  PassHold(int64_t number, std::shared_ptr<LoaderProgress> progress, std::shared_ptr<LoaderPlace> place,
+           std::shared_ptr<LoaderHost> host)
+      : number(number), progress(std::move(progress)), place(std::move(place)), host(std::move(host)) {}
+  ~PassHold() {
+    progress->leave(number);
+    if (progress->passes == number) place->left_at = host->steps();
+  }
+  PassHold(const PassHold&) = delete;
+  PassHold& operator=(const PassHold&) = delete;
+
+  const int64_t number;
+  const std::shared_ptr<LoaderProgress> progress;
+  const std::shared_ptr<LoaderPlace> place;
+  const std::shared_ptr<LoaderHost> host;
+  std::shared_ptr<void> of_pass;
+};
+
 }  // namespace
 
 void LoaderPlace::go_to(int64_t that_epoch, int64_t batches) {
@@ -323,19 +342,19 @@ std::shared_ptr<void> LoaderCore::begin() {
   place.left_at = std::nullopt;
   place.yielded = std::exchange(place.to_skip, 0);
   place.shared = s.shared;
-  const auto hold_of_pass = s.progress->pass ? s.progress->pass->hold() : nullptr;
-  const auto leave = [progress = s.progress, place = s.place, host = s.host, number, hold_of_pass](void*) {
-    progress->leave(number);
-    if (progress->passes == number) place->left_at = host->steps();
-  };
-  std::shared_ptr<void> hold(nullptr, leave);
+  auto hold = std::make_shared<PassHold>(number, s.progress, s.place, s.host);
+  if (s.progress->pass) hold->of_pass = s.progress->pass->hold();
   s.ended = false;
   s.go_on();
   return hold;
 }
 
-bool LoaderCore::advance() {
+bool LoaderCore::advance(const std::shared_ptr<void>& pass_of_loop) {
   auto& s = *state_;
+  if (static_cast<const PassHold*>(pass_of_loop.get())->number != s.progress->passes) {
+    throw InvalidArgument(
+        "another loop over this loader has begun since, which ended this one; prepare a loader for each of both loops");
+  }
   const auto pass = s.progress->pass;
   s.progress->at_end = false;
   s.current = nullptr;

@@ -46,7 +46,8 @@ struct GradientEngine::NeighbourHook final : torch::autograd::FunctionPreHook {
                             std::to_string(engine.options_.replica) + " got a gradient in the step of replica " +
                             std::to_string(context->replica) +
                             "; use the module that prepare() returned inside the step, or what is read from it, not "
-                            "the raw one");
+                            "the raw one, nor in a thread of your own; of a module that holds itself, in a lambda say, "
+                            "prepare a factory");
     }
     return gradients;
   }

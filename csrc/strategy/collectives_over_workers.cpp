@@ -139,7 +139,9 @@ Headers exchange_headers(comm::Communicator& workers, const std::string& call, c
     }
   }
   const auto& shapes = headers.shapes;
-  if (shapes.empty()) throw InvalidArgument("no replica has a value to reduce or gather; every part was empty");
+  if (shapes.empty())
+    throw InvalidArgument(
+        "no replica has a value to reduce or gather; every part was empty, or its function returned nothing");
   const auto comparable = [&](Leaves leaves) {
     for (auto& leaf : leaves) {
       if (rows_may_differ && leaf.dim() > 0) leaf = leaf.narrow(0, 0, 0);

@@ -10,7 +10,6 @@
 
 #include "core/log.h"
 #include "device/kernel_status.h"
-#include "job/call_watch.h"
 #include "job/make_groups.h"
 #include "muster/error.h"
 #include "muster/precision.h"
@@ -117,7 +116,6 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
         batch.set.open_window(local_replica, call.usual_rows > 0 ? call.usual_rows : static_cast<double>(call.rows[r]));
     const auto& groups = session_.groups();
     if (call.call) groups.step[r]->begin_scope(batch.number, groups.step_shares_order ? buckets : nullptr);
-    if (batch.closes && r == 0 && groups.calls) groups.calls->note_window();
   } catch (...) {
     give_up(local_replica, outcome);
     return;
@@ -137,7 +135,7 @@ void ReplicaCalls::step(const MicroBatch& batch, int local_replica, ReplicaRun& 
       come_back();
       batch.set.backward(local_replica, loss, call.rows[r] < 0 ? 1.0 : static_cast<double>(call.rows[r]));
       if (context->timer) context->timer->stop();
-      batch.writes->check("the step");
+      batch.writes->check("the step", /*may_stay=*/false);
       // Before the window closes: then other workers of the host may step parameters in this one's memory.
       if (local_replica == 0) outcome.written = batch.writes->written();
       outcome.output = std::move(loss.output);
@@ -218,7 +216,7 @@ void ReplicaCalls::run(const StepCall& call, const StepWrites& writes, uint64_t 
     if (shares_casts()) kept.emplace();
     if (!empty) {
       outcome.output = call_in_precision(call, local_replica).output;
-      writes.check("run()");
+      writes.check("run()", /*may_stay=*/true);
     }
     if (context->stray_gradient) std::rethrow_exception(context->stray_gradient);
   } catch (...) {

@@ -21,11 +21,12 @@ StepWrites::StepWrites(const ParameterRegistry& registry, const std::vector<c10:
   for (const auto& parameter : parameters.front()) before_.push_back(trace_of(parameter));
 }
 
-void StepWrites::check(const std::string& call) const {
+void StepWrites::check(const std::string& call, bool may_stay) const {
   if (!is_shared_) return;
   const size_t replicas = registry_.parameters().size();
   for (size_t p = 0; p < before_.size(); ++p) {
     if (!was_written(p, /*in_place=*/true)) continue;
+    if (may_stay && trace_of(registry_.parameter(0, p)).sample == before_[p].sample) continue;
     throw InvalidArgument(
         "parameter '" + registry_.name(p) + "' was written in " + call + ", which calls its function for each of " +
         std::to_string(replicas) +

@@ -22,8 +22,9 @@ class StepWrites {
 
   /// After a replica's part of `call`, "the step" say, by the replica's thread. Throws InvalidArgument where replicas
   /// share memory, for a parameter that was written since it began, unless forward is known to
-  /// (ParameterRegistry::expect_writes).
-  void check(const std::string& call) const;
+  /// (ParameterRegistry::expect_writes). `may_stay`: a write of the values that were there, as broadcast() makes, is
+  /// none.
+  void check(const std::string& call, bool may_stay) const;
 
   /// Parameters that were, before anything is stepped; none where nobody compares them.
   std::vector<size_t> written() const;

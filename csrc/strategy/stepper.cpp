@@ -69,6 +69,11 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
   const uint64_t number = session_.streams().begin_call();
   if (call.call) replicas_.set_rows(call.rows);
   const auto outsiders = has_others && !set.window_open() ? sets_.outsiders_to_compare() : std::vector<size_t>();
+  const auto& calls = session_.groups().calls;
+  if (calls && closing) calls->note_window();  // before the collectives of a set's first step
+  auto giving_up = c10::make_scope_exit([&] {
+    if (calls) calls->give_up();
+  });
   set.open_micro_batch(closing, call.steps_flat(), call.optimizers, outsiders, call.call != nullptr);
   if (compares) set.agree_on(call.optimizers);
   if (set.servers() != nullptr) set.servers()->note_batches(call.batches);
@@ -101,13 +106,14 @@ StepResult Stepper::step_set(ParameterSet& set, const StepCall& call) {
         },
         poll, call.interrupt);
   } catch (...) {
-    if (session_.groups().calls) session_.groups().calls->give_up();
     if (!interrupt || session_.busy()) {
       untouched.abandon();
       set.abandon_window();
       throw;
     }
   }
+
+  if (!interrupt) giving_up.release();
 
   if (const auto& written = outcomes->front().written; !written.empty()) {
     doubt(written);

@@ -130,7 +130,8 @@ def digest(part: object) -> str:
     found = hashlib.blake2b(digest_size=16)
     tensors = list(_tensors(part, ""))
     for path, tensor in tensors:
-        found.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        shape = () if tensor.is_nested else tuple(tensor.shape)  # which torch does not know of all nested ones
+        found.update(f"{path} {shape} {tensor.dtype}".encode())
         if tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta":
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             found.update(memory_of(values))

@@ -95,7 +95,8 @@ class LoaderCore {
   std::shared_ptr<void> begin();
   /// Whether the pass has another batch, which `take` then gives: null where only other workers have data. Collective
   /// if sharded, but where workers step on their own.
-  bool advance();
+  /// Throws InvalidArgument where a pass has begun since the one that `pass` holds, or the loader was loaded.
+  bool advance(const std::shared_ptr<void>& pass);
   std::shared_ptr<void> take();
   /// Of that batch, counted from 1 over all passes.
   int64_t number() const noexcept;
@@ -139,8 +140,9 @@ class LoaderCore {
 /// next call of the strategy that steps, runs or communicates, or when it is closed. A sharded loader is this worker's
 /// own there.
 ///
-/// One pass at a time: `begin()` ends the one before. All ranks iterate together, unless batches are dealt. Externally
-/// synchronised, and not to be advanced while a step runs. Must not outlive the data that its data set refers to.
+/// One pass at a time: `begin()` ends the one before, whose loop gets InvalidArgument for its next batch. All ranks
+/// iterate together, unless batches are dealt. Externally synchronised, and not to be advanced while a step runs, nor
+/// moved while a loop over it does. Must not outlive the data that its data set refers to.
 template <class Dataset>
 class Loader {
   using Returned = typename Dataset::BatchType;
@@ -189,7 +191,7 @@ class Loader {
     /// The next batch. What reading it threw is thrown here; where no other worker has parts of it, another ++ goes on
     /// behind it (data that is read by index).
     Iterator& operator++() {
-      if (!loader_->advance()) *this = {};
+      if (!loader_->advance(pass_)) *this = {};
       return *this;
     }
     void operator++(int) { ++*this; }
@@ -333,8 +335,8 @@ class Loader {
     }
   }
 
-  bool advance() {
-    if (!core_->advance()) {
+  bool advance(const std::shared_ptr<void>& pass) {
+    if (!core_->advance(pass)) {
       current_ = {};
       return false;
     }

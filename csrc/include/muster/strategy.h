@@ -306,7 +306,9 @@ class Strategy {
   template <class F, class B>
   decltype(auto) on_device(F& fn, const B& part) const {
     const auto here = device();
-    return here.is_cpu() ? std::invoke(fn, part) : std::invoke(fn, detail::placed(part, here));
+    if (here.is_cpu()) return std::invoke(fn, part);
+    const B moved = detail::placed(part, here);
+    return std::invoke(fn, moved);
   }
 
   template <class M, class F>

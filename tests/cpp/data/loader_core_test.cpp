@@ -401,7 +401,7 @@ TEST_CASE("a loop over shared batches goes on as it was where the next epoch is 
   LastOnesLoader loader(12, {.batch_size = 4, .workers = GENERATE(0, 1)});
   const auto hold = loader.core.begin();
   size_t next = 0;
-  while (loader.core.advance()) {
+  while (loader.core.advance(hold)) {
     CHECK(loader.take() == std::vector<size_t>{next, next + 1, next + 2, next + 3});
     next += 4;
     loader.core.set_epoch(7);
@@ -419,7 +419,7 @@ TEST_CASE("a pass that could not begin is the one that begins next", "[loader]")
   loader.host->is_unready = false;
   const auto hold = loader.core.begin();
   CHECK(loader.core.epoch() == 2);
-  REQUIRE(loader.core.advance());
+  REQUIRE(loader.core.advance(hold));
   CHECK(loader.take().front() == 4);
 
   MirroredStrategy strategy(cpus(1));

@@ -174,3 +174,26 @@ TEST_CASE("a batch that cannot be read is passed over when it is asked for", "[l
   ++pass;
   CHECK((*pass)[0][0].item<double>() == 3);
 }
+
+TEST_CASE("a loop that another one over its loader has ended is told so", "[loader]") {
+  MirroredStrategy strategy;
+  auto loader = strategy.prepare_loader(RefilledNumbers(), {.batch_size = 2});
+  auto outer = loader.begin();
+  SECTION("while the other one runs") {
+    const auto inner = loader.begin();
+    CHECK_THROWS_WITH(++outer, Catch::Contains("another loop over this loader has begun"));
+  }
+  SECTION("once it has ended") {
+    CHECK(numbers_in(strategy, loader).size() == 5);
+    CHECK_THROWS_AS(++outer, InvalidArgument);
+  }
+  outer = loader.begin();
+  ++outer;
+  CHECK((*outer)[0][0].item<double>() == 1);
+}
+
+TEST_CASE("a step's function may take its part by reference", "[loader]") {
+  MirroredStrategy strategy;
+  const auto model = model_of(strategy);
+  CHECK(strategy.step([&](auto& part) { return model->forward(part).mean(); }, at::ones({2, 1})).step == 1);
+}

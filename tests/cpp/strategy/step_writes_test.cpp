@@ -89,19 +89,19 @@ TEST_CASE("writes of replicas with memory of their own are no matter of the step
   const StepWrites alone(registry, one, /*are_compared=*/false);
   const StepWrites of_worker(registry, one, /*are_compared=*/true);
   const StepWrites shared(registry, two, /*are_compared=*/false);
-  CHECK_NOTHROW(shared.check("the step"));
+  CHECK_NOTHROW(shared.check("the step", /*may_stay=*/false));
   CHECK(of_worker.written().empty());
   {
     const at::NoGradGuard no_grad;
     w.add_(1);
   }
-  CHECK_NOTHROW(alone.check("the step"));
+  CHECK_NOTHROW(alone.check("the step", /*may_stay=*/false));
   CHECK(alone.written().empty());
   CHECK(of_worker.written() == std::vector<size_t>{0});
-  CHECK_THROWS_AS(shared.check("the step"), InvalidArgument);
+  CHECK_THROWS_AS(shared.check("the step", /*may_stay=*/false), InvalidArgument);
   const StepWrites later(registry, two, /*are_compared=*/true);
   registry.parameter(0, 0).set_data(at::zeros({3}));
-  CHECK_NOTHROW(later.check("the step"));  // its replica's own memory
+  CHECK_NOTHROW(later.check("the step", /*may_stay=*/false));  // its replica's own memory
   registry.expect_writes(0);
-  CHECK_NOTHROW(shared.check("the step"));
+  CHECK_NOTHROW(shared.check("the step", /*may_stay=*/false));
 }
