@@ -174,7 +174,7 @@ class CallWatch::Watcher : public std::enable_shared_from_this<Watcher> {
 
   // Until all workers know: the first that fails may end, and the others would hear of that alone.
   void await_all() {
-    const auto deadline = std::chrono::steady_clock::now() + 2 * pause_;
+    const auto deadline = std::chrono::steady_clock::now() + 4 * pause_;
     for (auto know = store_->add(kKnow, 1); know < num_workers_; know = store_->add(kKnow, 0)) {
       std::unique_lock lock(mutex_);
       const bool is_over = changed_.wait_for(lock, kBetweenLooks, [&] { return is_ending_; });
